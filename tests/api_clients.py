@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from importlib.metadata import version
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,49 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 CALL = 'Repeat this: <tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 """So small a model needs exact instructions to call a tool."""
-CLIENTS = {name: version(name) for name in ("anthropic", "openai", "ollama")}
+
+
+def check_chat(root: str, model: str, *, tools: bool) -> None:
+    """OpenAI's own API: an answer, a stream, counts, errors, and with `tools` a call and its result."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{root}/v1", api_key="none", max_retries=0) as client:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "You answer in one word."}, {"role": "user", "content": QUESTION},
+        ]  # fmt: skip
+        asked: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 16}
+        plain = client.chat.completions.create(**asked)
+        assert "Paris" in plain.choices[0].message.content, plain
+        assert plain.usage.total_tokens == plain.usage.prompt_tokens + plain.usage.completion_tokens > 10
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == plain.choices[0].message.content
+        assert chunks[-1].usage.completion_tokens == plain.usage.completion_tokens
+        cut = client.chat.completions.create(**{**asked, "max_tokens": 1})
+        assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 1)
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**asked, "model": "gpt-17"})
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**{**asked, "messages": []})
+        tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+        if not tools:
+            with pytest.raises(openai.BadRequestError, match="tools"):
+                client.chat.completions.create(**asked, tools=[tool])
+            return
+        question = {"role": "user", "content": CALL}
+        asked |= {"messages": [question], "max_tokens": 80, "tools": [tool]}
+        plain = client.chat.completions.create(**asked).choices[0]
+        with client.chat.completions.stream(**asked) as stream:
+            final = stream.get_final_completion().choices[0]
+        for answer in (plain, final):
+            assert answer.finish_reason == "tool_calls", answer
+            (call,) = answer.message.tool_calls
+            assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+        said = {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sunny"}
+        asked["messages"] = [question, said, result]
+        assert client.chat.completions.create(**asked).choices
 
 
 def check_anthropic(root: str, model: str, *, tools: bool) -> None:
@@ -175,3 +217,12 @@ def _check_ollama(client: Any, model: str, *, tools: bool) -> None:
         result = {"role": "tool", "tool_name": "get_weather", "content": "18 degrees, sunny"}
         again = client.chat(model, [question, asked.message, result], tools=[tool], options=options)
         assert again.message.content or again.message.tool_calls
+
+
+CHECKS: dict[tuple[str, str], Callable[..., None]] = {
+    ("openai", "chat completions"): check_chat,
+    ("anthropic", "Messages"): check_anthropic,
+    ("openai", "Responses"): check_responses,
+    ("ollama", "Ollama"): check_ollama,
+}
+"""The rows of the table in docs/apis.md: client and API → its check, which is run with each engine of the table."""

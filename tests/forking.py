@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-MOST_TESTS = 40
+MOST_TESTS = 120
 """A file with more tests is divided, so that the last one does not keep a single worker busy."""
 _LENGTH = struct.Struct("!I")
 

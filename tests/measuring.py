@@ -8,6 +8,7 @@ others, once the machine is quiet. What is still undecided then is listed at the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Generator
@@ -27,32 +28,34 @@ DISTURBED = pytest.StashKey[str]()
 
 
 class OtherLoad:
-    """CPU time that processes outside this test run, and other virtual machines on the host, use from now on."""
+    """CPU time that processes outside this test run, and other virtual machines on the host, use from now on.
+
+    It is what all of the machine uses, without this process and its descendants: others may start and end meanwhile.
+    """
 
     def __init__(self) -> None:
-        own = {one.pid for one in (psutil.Process(), *psutil.Process().children(recursive=True))}
-        others = [one for one in psutil.process_iter() if one.pid not in own]
-        self._before = {one: used for one in others if (used := _cpu_seconds(one)) is not None}
-        self._stolen_s = _stolen_seconds()
+        self._used_s, self._own_s = _used_seconds(), _own_seconds()
         self._began = time.monotonic()
 
     def share(self) -> float:
-        """Share of all cores since the start. Processes that have ended are not counted."""
-        used = [after - before for one, before in self._before.items() if (after := _cpu_seconds(one)) is not None]
+        """Share of all cores since the start."""
         elapsed_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        return (sum(used) + _stolen_seconds() - self._stolen_s) / elapsed_s
+        return max(0.0, _used_seconds() - self._used_s - (_own_seconds() - self._own_s)) / elapsed_s
 
 
-def _cpu_seconds(process: psutil.Process) -> float | None:
-    try:
-        times = process.cpu_times()
-    except psutil.Error:
-        return None
-    return float(times.user + times.system)
+def _used_seconds() -> float:
+    times = psutil.cpu_times()
+    return sum(float(getattr(times, name, 0.0)) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
-def _stolen_seconds() -> float:
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))
+def _own_seconds() -> float:
+    """Of this process and its descendants, those included that have ended and whose parent has waited for them."""
+    total = 0.0
+    for one in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def wait_until_quiet(

@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import psutil
@@ -21,7 +21,7 @@ CTRL_C, CTRL_D, ENTER, UP, DOWN = "\x03", "\x04", "\r", "\x1b[A", "\x1b[B"
 START = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-m", "bedplate", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 """Makes the pseudo-terminal the controlling one, so that Ctrl-C becomes a signal."""
 
@@ -29,11 +29,18 @@ os.execv(sys.executable, [sys.executable, "-m", "bedplate", *sys.argv[1:]])
 class Terminal:
     """A bedplate command in a terminal of 80 columns."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None, columns: int = 80, lines: int = 24) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        columns: int = 80,
+        lines: int = 24,
+        program: Sequence[str] = ("-m", "bedplate"),
+    ) -> None:
         self._fd, inner = pty.openpty()
         size = {"COLUMNS": str(columns), "LINES": str(lines), "TERM": "xterm", "NO_COLOR": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START, *arguments],
+            [sys.executable, "-c", START, *program, *arguments],
             stdin=inner, stdout=inner, stderr=inner, start_new_session=True, env={**os.environ, **size, **(env or {})},
         )  # fmt: skip
         os.close(inner)

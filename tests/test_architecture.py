@@ -21,7 +21,9 @@ PACKAGES = [
     "values", "facts", "engines", "decide", "published", "deploy", "run", "measure", "judge", "tuning", "show",
     "bundling", "hosting", "changing", "page", "serving", "cli",
 ]  # fmt: skip
-FOUNDATION = ["_version", "errors", "home", "interrupts", "postgres_store", "progress", "store", "usage_store"]
+FOUNDATION = [
+    "_version", "errors", "home", "interrupts", "postgres_store", "progress", "store", "unsent_usage", "usage_store",
+]  # fmt: skip
 """Left of every package. `home` and `errors` print figures, so they may use the units in `values`."""
 
 

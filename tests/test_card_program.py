@@ -123,6 +123,25 @@ def test_a_command_over_budget_is_stopped_with_its_children(
     os.close(alive)
 
 
+def test_conversations_are_a_load_beside_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("card_side_by_side", PROGRAM.parent / "side_by_side.py")
+    assert spec is not None and spec.loader is not None
+    sides = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, sides)
+    spec.loader.exec_module(sides)
+    plain, shared = sides.read_load("64"), sides.read_load("64:2048/128/1792")
+    assert (plain.prompt_tokens, shared.shared_prefix_tokens, sides.words(shared)) == (512, 1792, "64:2048/128/1792")
+    agents = sides.read_load("agent=12", 32_000)
+    assert (agents.arrivals, agents.sessions, sides.words(agents)) == ("sessions", 12, "agent=12")
+    assert sides.find_longest(agents) <= 32_000 and sides.find_longest(plain) == 640
+
+
+def test_the_next_steps_are_optional_ones_that_exist(program: ModuleType) -> None:
+    chosen = program.chosen_steps("next")
+    assert [step.name for step in chosen] == list(program.NEXT)
+    assert sum(step.expected_s for step in chosen) < 30 * 60
+
+
 def test_models_are_made_with_functions_that_the_converter_has() -> None:
     """The converter is imported by its path in an engine's environment, where no type checker sees it."""
     from bedplate.engines.shipped import gguf_to_folder

@@ -29,9 +29,10 @@ complete_words() {{
 }}
 complete_words bedplate se
 complete_words bedplate serve --por
+complete_words bedplate serve --engine lla
 """
     done = subprocess.run([bash, "-c", program], capture_output=True, text=True, env=os.environ)
-    assert done.stdout.split() == ["serve", "--port"], done.stderr
+    assert done.stdout.split() == ["serve", "--port", "llama.cpp"], done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -8,7 +8,7 @@ import shlex
 import click
 import pytest
 import typer
-from tests.commands import all_commands
+from tests.commands import all_commands, invoke
 
 from bedplate.cli.app import PANELS, VERBS, app, build_app_for, get_verb_name
 
@@ -57,6 +57,12 @@ def find_unknown_options(words: list[str]) -> set[str]:
     command = COMMANDS.get(" ".join(words[:2])) or COMMANDS[words[0]]
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return {word for word in words if re.match(r"--?[a-z]", word)} - known
+
+
+@pytest.mark.parametrize("path", [path for path, _ in all_commands()], ids=" ".join)
+def test_no_line_of_help_is_wider_than_80_columns(path: tuple[str, ...]) -> None:
+    """A terminal would break it within a word."""
+    assert max(map(len, invoke(*path, "--help").out.splitlines())) <= 80
 
 
 def test_help_groups_the_verbs() -> None:

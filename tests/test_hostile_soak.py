@@ -85,3 +85,9 @@ def test_p95_is_judged_for_the_gateway_on_a_quiet_machine(part: str, others: flo
     rows = report_attack(part, make_seen(10), make_seen(30), make_results(0, 0, 0, 0), others)
     assert all(row.holds for row in rows) == holds
     assert ("not judged" in rows[-1].goal) == (others > 0.1)
+
+
+@pytest.mark.parametrize(("others", "holds"), [(0.0, False), (0.5, True)])
+def test_too_few_times_have_no_p95(others: float, holds: bool) -> None:
+    rows = report_attack("gateway", Seen(ttft_ms=[10.0]), make_seen(30), make_results(0, 0, 0, 0), others)
+    assert rows[-1].holds == holds and "too few answers: 1 of 20" in rows[-1].result

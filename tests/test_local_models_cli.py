@@ -126,6 +126,10 @@ def test_rm_asks_on_a_terminal(server: Hub, tmp_path: Path) -> None:
         terminal.read_until(r"remove this\? \[y/N\]: ")
         terminal.type("n\r")
         assert terminal.wait() == 1
+    with Terminal("rm", "me/model:Q4_K_M") as terminal:
+        terminal.read_until(r"remove this\? \[y/N\]: ")
+        terminal.interrupt_prompt()
+        assert terminal.wait() == 130 and "Aborted" not in terminal.shown
     assert list_names() == ["me/model:Q4_K_M"]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests import measuring
 from tests.conftest import wait_for
-from tests.measuring import OtherLoad, wait_until_quiet
+from tests.measuring import OtherLoad, _used_seconds, wait_until_quiet
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -109,24 +110,42 @@ def test_stolen_cpu_time_counts_as_load(monkeypatch: pytest.MonkeyPatch) -> None
 SPINS = "import os; print(os.getpid(), flush=True)\nwhile True: pass"
 
 
-def test_a_process_started_earlier_counts_as_load() -> None:
+def spin(seconds: float) -> str:
+    return f"import time\nwhile time.process_time() < {seconds}: pass"
+
+
+def count_other_seconds(load: OtherLoad, began: float) -> float:
+    return load.share() * (os.cpu_count() or 1) * (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("when", ["earlier", "meanwhile", "meanwhile, and ended"])
+def test_a_process_of_others_counts_as_load(when: str) -> None:
     """`setsid --fork` leaves a process that is nobody's child."""
-    command = ["setsid", "--fork", sys.executable, "-c", SPINS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as starter:
+    command = ["setsid", "--fork", sys.executable, "-c"]
+    began, load = time.monotonic(), OtherLoad()
+    code = f"{spin(1.5)}\nprint(flush=True)" if when.endswith("ended") else SPINS
+    with subprocess.Popen([*command, code], stdout=subprocess.PIPE) as starter:
         assert starter.stdout is not None
-        other = psutil.Process(int(starter.stdout.readline()))
+        line = starter.stdout.readline()
+        if when.endswith("ended"):
+            assert count_other_seconds(load, began) > 1.0
+            return
+        other = psutil.Process(int(line))
         try:
-            began, load, before = time.monotonic(), OtherLoad(), other.cpu_times().user
-            wait_for(lambda: other.cpu_times().user > before + 1.0, "it to use the CPU")
-            used_s = load.share() * (os.cpu_count() or 1) * (time.monotonic() - began)
-            assert used_s > 0.9
+            if when == "earlier":
+                began, load = time.monotonic(), OtherLoad()
+            before = other.cpu_times().user
+            wait_for(lambda: other.cpu_times().user > before + 1.5, "it to use the CPU")
+            assert count_other_seconds(load, began) > 1.0
         finally:
             other.kill()
 
 
-def test_child_processes_do_not_count_as_load() -> None:
-    with subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.DEVNULL) as child:
-        try:
-            assert psutil.Process(child.pid) not in OtherLoad()._before
-        finally:
-            child.kill()
+def test_child_processes_do_not_count_as_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others use meanwhile is left out: the test must hold on a busy machine."""
+    load = OtherLoad()
+    used_s = _used_seconds()
+    for _ in range(2):  # one after the other: both have ended
+        subprocess.run([sys.executable, "-c", spin(1.0)], check=True)
+    monkeypatch.setattr(measuring, "_used_seconds", lambda: used_s + 2.0)
+    assert load.share() < 0.05

@@ -61,6 +61,19 @@ def test_ready_names_the_live_page() -> None:
     assert "live page  http://127.0.0.1:8080/\n" in render(render_ready(endpoint), 80)
 
 
+@pytest.mark.parametrize("models", [("smollm2-135m-instruct",), ("smollm2-135m-instruct", "qwen3-embedding-0.6b")])
+def test_ready_fits_80_columns_and_its_command_can_be_pasted(models: tuple[str, ...]) -> None:
+    endpoint = Endpoint(
+        url="http://127.0.0.1:65535/v1", model=models[0], models=models, engine="llama.cpp", engine_version="1", pid=1,
+        log="/x", needs_key=True,
+    )  # fmt: skip
+    shown = render(render_ready(endpoint), 80)
+    assert max(map(len, shown.splitlines())) < 80
+    words = shlex.split("curl" + shown.partition(" curl")[2].partition("Ctrl-C")[0].replace("\\\n", " "))
+    assert words[:2] == ["curl", f"{endpoint.url}/chat/completions"] and words[2::2] == ["-H", "-H", "-d"]
+    assert json.loads(words[-1]).get("model") == (models[0] if len(models) > 1 else None)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "pytorch"])
 def test_the_launch_command_of_a_plan_can_be_pasted(engine: str) -> None:
     arguments = ("plan", "meta-llama/Meta-Llama-3.1-70B", "--hardware", "8x H100 SXM", "--engine", engine)

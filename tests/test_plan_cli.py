@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.commands import invoke, run
+from tests.facts.test_encoder_decoder import WHISPER
 
 from bedplate.decide import questions
 from bedplate.engines import load_engines
@@ -419,3 +420,11 @@ class TestHints:
     def test_cpu_beside_idle_accelerators_has_to_be_requested(self) -> None:
         answer = invoke("plan", "Qwen/Qwen3-8B", "--hardware", "8x Ascend 910B", "--engine", "llama.cpp")
         assert answer.code == 0 and "8 of 8 × Huawei Ascend 910B stay idle" in " ".join(answer.out.split())
+
+
+def test_a_speech_model_reads_audio_and_writes_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WHISPER))
+    answer = invoke("plan", str(tmp_path), "--hardware", "RTX 4090")
+    page = " ".join(answer.out.split())
+    assert answer.code == 0 and "30 seconds of audio in, 256 text tokens out" in page
+    assert "concurrent requests of 256 text tokens" in page and "512" not in page

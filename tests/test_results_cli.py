@@ -15,6 +15,9 @@ from tests.commands import invoke
 from tests.contract.documents import check_document
 
 from bedplate import store
+from bedplate.facts.hardware import probe
+from bedplate.values import from_json, replace_fields, to_json
+from bedplate.values.run import Run
 
 CAPTURES = Path(__file__).parent / "captures" / "runs"
 RUN_ID = "20261116-064003-7056"
@@ -78,6 +81,73 @@ def test_a_changed_result_is_refused(home: Path) -> None:
         assert refused.code == 1 and "was changed after it was signed" in refused.err, words
 
 
+def test_every_command_that_imports_refuses_a_changed_result(home: Path) -> None:
+    path = export_signed(home)
+    path.write_text(path.read_text().replace(RUN_ID, "20990101-000000-0000"))
+    done = invoke("bench", "--import", str(path))
+    assert done.code == 1 and "was changed after it was signed" in done.err
+    assert RUN_ID in invoke("runs", "list").out and "20990101" not in invoke("runs", "list").out
+
+
+def test_an_import_never_replaces_what_was_measured_here(home: Path) -> None:
+    measured = replace_fields(store.find_run(RUN_ID), source=None)
+    store.remove_run(RUN_ID)
+    store.add_run(measured)
+    for cell in measured.cells:
+        store.add_cell(cell)
+    path = home / "other.json"
+    document = json.loads(to_json(measured))
+    path.write_text(json.dumps(document | {"at": "2030-01-01T00:00:00Z"}))
+    done = invoke("runs", "import", str(path))
+    assert done.code == 2 and "was measured here" in done.err
+    path.write_text(json.dumps(document | {"id": "another"}))
+    assert "is stored already, in run" in invoke("runs", "import", str(path)).err, "its cells belong to the first run"
+    for cell in document["cells"]:
+        cell["run"] = "another"
+    path.write_text(json.dumps(document | {"id": "another"}))
+    assert invoke("runs", "import", str(path)).code == 2
+    assert store.find_run(RUN_ID) == measured and len(store.read_runs()) == 1
+    for cell in document["cells"]:
+        cell["id"] = "the same"
+    path.write_text(json.dumps(document | {"id": "another"}))
+    assert "not unique" in invoke("runs", "import", str(path)).err
+
+
+def test_a_verdict_about_an_import_changes_no_plan(home: Path) -> None:
+    """Its machine has the id of this one, which covers the kind of hardware and is in every file."""
+    machine = store.compute_fingerprint(probe())
+    document = json.loads((home / "run.json").read_text().replace(store.find_run(RUN_ID).environment.machine, machine))
+    for name, speed in (("mine", 1), ("theirs", 2)):
+        changed = document | {"id": name}
+        for number, cell in enumerate(changed["cells"]):
+            cell |= {"id": f"{name}-{number}", "run": name}
+            for repeat in cell["repeats"]:
+                repeat["delivered_tokens"] = speed * repeat["delivered_tokens"]
+        (home / f"{name}.json").write_text(json.dumps(changed))
+    assert invoke("runs", "import", str(home / "theirs.json")).code == 0
+    mine = from_json(Run, (home / "mine.json").read_bytes())
+    store.add_run(mine)
+    for cell in mine.cells:
+        store.add_cell(cell)
+    assert invoke("compare", "mine", "theirs").code in (0, 10, 20, 30)
+    assert len(store.read_verdicts(machine)) == 1 and store.read_evidence(machine).verdicts == ()
+
+
+def test_an_import_may_be_repeated(home: Path) -> None:
+    path = CAPTURES / "vllm-bench-serve.json"
+    before = [invoke("runs", "import", str(path)).out for _ in range(2)]
+    assert before[0] == before[1] and len(store.read_runs()) == 2
+
+
+def test_a_damaged_file_leaves_the_store_readable(home: Path) -> None:
+    document = json.loads((CAPTURES / "vllm-bench-serve-summary.json").read_text())
+    path = home / "damaged.json"
+    path.write_text(json.dumps(document | {"median_ttft_ms": "fast"}))
+    done = invoke("runs", "import", str(path))
+    assert done.code == 2 and "cannot be read" in done.err
+    assert len(store.read_cells()) == 4
+
+
 def test_results_of_other_tools_are_imported_with_their_gaps(home: Path) -> None:
     done = invoke("runs", "import", *(str(CAPTURES / name) for name in OTHERS))
     assert done.code == 0
@@ -88,6 +158,9 @@ def test_results_of_other_tools_are_imported_with_their_gaps(home: Path) -> None
     assert [row["kind"] for row in rows].count("import") == len(OTHERS) + 1
     assert all(row["effects"] == [] for row in rows), "imported runs never change plans"
     assert invoke("runs", "import", str(home / "none.json")).code == 2
+    table = invoke("runs", "list").out
+    assert "1970" not in table and "not reported" in table, "InferenceX states no time"
+    assert "tokens on average (" in done.out and "9 tokens instead of 9" not in done.out
 
 
 # report DIR
@@ -116,6 +189,14 @@ def test_only_verified_clean_rows_are_ranked(folder: Path) -> None:
     assert ranked == {"signed.json"} and len(rows) == 4 + 4 + 2 + len(OTHERS) - 1
     assert "other.json is not a supported run file" in done.out and "notes.txt" not in done.out
     assert all("the file does not contain" in row[-2] for row in rows if row[-1] in OTHERS)
+
+
+def test_a_copy_of_a_result_is_not_ranked_again(folder: Path) -> None:
+    shutil.copy(folder / "signed.json", folder / "z.json")
+    done = invoke("report", str(folder), "--md")
+    rows = [line.strip("| ").split(" | ") for line in done.out.splitlines() if line.endswith("z.json |")]
+    assert len(rows) == 4 and all(not row[0].isdigit() and "a copy of that in signed.json" in row[-2] for row in rows)
+    assert "4 verified and clean ones are ranked" in done.out
 
 
 def test_the_page_is_one_file_that_loads_nothing(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from tests.commands import invoke
+from tests.terminals import Terminal
 
+from bedplate.cli.chatting import WordWrap
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.hosting import records
 from bedplate.hosting.chat import ChatSession, find_serving
@@ -144,3 +146,38 @@ def test_the_service_of_a_model_is_found_by_any_of_its_names() -> None:
 def test_arguments_that_cannot_be_answered() -> None:
     assert "there is no prompt" in invoke("run", "builtin", stdin=b" \n").err
     assert invoke("run", "builtin", stdin=b" \n").code == 2
+
+
+def test_pasted_lines_are_one_message(endpoint: Endpoint) -> None:
+    """A terminal marks pasted text; readline keeps its line breaks."""
+    readline = pytest.importorskip("readline")
+    if "libedit" in (readline.__doc__ or ""):
+        pytest.skip("libedit does not know pasted text")
+    endpoint.prepare(chunk(content="Bonjour"), chunk("stop"), "[DONE]")
+    code = f"""from bedplate.cli.chatting import chat
+from bedplate.hosting.chat import ChatSession
+chat(ChatSession({endpoint.url!r}, "m"))"""
+    with Terminal(program=("-c", code)) as terminal:
+        terminal.read_until(">>> ")
+        terminal.type("\x1b[200~Translate:\rGood morning\x1b[201~\r")
+        terminal.read_until("Bonjour")
+        terminal.read_until(">>> ")
+        terminal.type("/exit\r")
+        assert terminal.wait() == 0
+    assert [one["messages"][-1]["content"] for one in endpoint.asked] == ["Translate:\nGood morning"]
+
+
+def type_on_screen(pieces: list[str], width: int) -> list[str]:
+    wrap, shown = WordWrap(), ""
+    for piece in pieces:
+        for part in wrap.split(piece, width):
+            shown = shown + part if isinstance(part, str) else shown[: len(shown) - part] if part else shown
+    return shown.split("\n")
+
+
+def test_streamed_answers_wrap_between_words() -> None:
+    text = "The sky is blue because air scatters light. incomprehensibilities\nEnd"
+    expected = ["The sky is", "blue", "because", "air", "scatters", "light.", "incomprehe", "nsibilitie", "s", "End"]
+    for size in (1, 2, 3, 5, len(text)):  # a token may end within a word
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert [line.rstrip() for line in type_on_screen(pieces, 10)] == expected

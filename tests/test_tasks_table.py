@@ -8,7 +8,10 @@ from pathlib import Path
 from bedplate.engines import load_engines
 
 ROOT = Path(__file__).parents[1]
-FILES = ("e2e/test_tasks_real.py", "e2e/test_images_real.py", "fleet/test_speech_real.py")
+FILES = (
+    "e2e/test_tasks_real.py", "e2e/test_images_real.py", "fleet/test_speech_real.py", "e2e/test_lora_real.py",
+    "fleet/test_lora_pytorch.py", "fleet/test_lora_vllm.py", "fleet/test_pooling_vllm.py",
+)  # fmt: skip
 REAL = "".join((ROOT / "tests" / name).read_text(encoding="utf-8") for name in FILES)
 TESTED = {
     ("llama.cpp", "embeddings"): ("test_embeddings_agree", "gguf-embedder"),
@@ -19,6 +22,13 @@ TESTED = {
     ("onnxruntime", "score"): ("test_score_of", "onnx-reranker"),
     ("onnxruntime", "classify"): ("test_classify_agrees", "onnx-classifier"),
     ("pytorch", "transcriptions"): ("test_transcriptions_agree", "tiny-whisper"),
+    ("llama.cpp", "LoRA"): ("test_adapters_are_models", "smollm2-135m-instruct"),
+    ("pytorch", "LoRA"): ("test_pytorch_loads_and_unloads", "tiny-llama"),
+    ("vllm", "embeddings"): ("test_vllm_embeddings_and_their_scores", "vllm-embedder"),
+    ("vllm", "rerank"): ("test_vllm_rerank_and_score", "vllm-reranker"),
+    ("vllm", "score"): ("test_vllm_rerank_and_score", "vllm-reranker"),
+    ("vllm", "classify"): ("test_vllm_classify_agrees", "vllm-classifier"),
+    ("vllm", "LoRA"): ("test_vllm_loads_and_unloads", "smollm2-135m-instruct"),
 }
 TASKS = {
     "embeddings": "embed", "rerank": "classify", "score": "classify", "classify": "classify",
@@ -45,6 +55,9 @@ def test_cells_agree_with_the_tasks_of_the_engines() -> None:
         if api == "images":
             sees = one.reads_projectors or (one.server_features is not None and one.server_features.vision)
             assert sees == (cell != "–"), engine
+            continue
+        if api == "LoRA":
+            assert (one.adapters is not None and one.adapters.selects is not None) == (cell != "–"), engine
             continue
         has_task = TASKS[api] in one.tasks
         assert has_task or cell == "–", f"{engine} has no task for {api}"

@@ -77,6 +77,39 @@ def test_errors_and_progress_are_escaped(capsys: pytest.CaptureFixture[str]) -> 
     assert isinstance(make_console(), SafeConsole)
 
 
+class Screen(io.StringIO):
+    """A terminal for texts of this process."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def show_all(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    for name, value in {"COLUMNS": "40", "TERM": "xterm", "HOME": "/home/ann"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stderr", screen)
+    show_error(
+        UsageError("bedplate finds that this model is too large", hint="plan it: bedplate plan a-model --hardware x")
+    )
+    TerminalProgress().note("downloading a model of one gigabyte to /home/ann/.cache/bedplate/a.gguf")
+    return STYLES.sub("", screen.getvalue()).splitlines()
+
+
+def test_a_terminal_wraps_between_words_and_keeps_commands_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert show_all(Screen(), monkeypatch) == [
+        "error: bedplate finds that this model is",
+        "too large",
+        "hint: plan it: bedplate plan a-model --hardware x",
+        " downloading a model of one gigabyte to ",
+        " ~/.cache/bedplate/a.gguf               ",
+    ]
+
+
+def test_a_pipe_gets_one_line_for_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = show_all(io.StringIO(), monkeypatch)
+    assert len(lines) == 3 and lines[-1].endswith(" to /home/ann/.cache/bedplate/a.gguf")
+
+
 @pytest.fixture
 def evil_gguf(tmp_path: Path) -> Path:
     """A model whose metadata contains escape sequences; a file called model.gguf has no name of its own."""

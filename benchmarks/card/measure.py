@@ -323,10 +323,11 @@ def write_model(step: Taking, like: Path | None, shape: str, form: str, out: Pat
     step.command([step.torch_python(), *words])
 
 
-def serve_twice(name: str, *, then_kill: bool = False) -> Callable[[Taking], None]:
+def serve_twice(name: str, *, then_kill: bool = False, native: bool = False) -> Callable[[Taking], None]:
     """A cold start and one that finds the compile cache, with the start-up check and an answer each.
 
-    With `then_kill`, the second one's engine core is killed at the end, which saves a start.
+    With `then_kill`, the second one's engine core is killed at the end, which saves a start. `native`: with the build
+    for this machine, which the cold start makes if it is not there.
     """
 
     def take(step: Taking) -> None:
@@ -334,7 +335,8 @@ def serve_twice(name: str, *, then_kill: bool = False) -> Callable[[Taking], Non
         users = "4" if step.tiny else "64"
         step.bedplate("plan", "--engine", engine, "--users", users, "--json", to="plan.json")
         for note in ("cold", "warm"):
-            with step.service(engine, note, "--users", users) as endpoint:
+            build = list_build_options(step) if native else []
+            with step.service(engine, note, "--users", users, *build) as endpoint:
                 if not step.given.dry_run:
                     step.keep(f"{note}.answer.json", {"question": QUESTION, "answer": step.ask(endpoint)})
                 step.bedplate("status", endpoint["name"], "--json", to=f"{note}.status.json", needed=False)
@@ -372,7 +374,14 @@ def bench_model(step: Taking, engine: str, model: str, counts: Sequence[int], *m
 
 
 def side_by_side(
-    shape: str, sides: Sequence[str], loads: str, rounds: int, first_loads: str = ""
+    shape: str,
+    sides: Sequence[str],
+    loads: str,
+    rounds: int,
+    first_loads: str = "",
+    *,
+    seconds: int = 4,
+    tiny_loads: str = "1:32/8,2:48/8/32",
 ) -> Callable[[Taking], None]:
     def take(step: Taking) -> None:
         named = []
@@ -380,8 +389,8 @@ def side_by_side(
             engine, colon, how = side.partition(":")
             named.append(f"{step.engine(engine)}{colon}{how}")
         began = time.time()
-        short = ["--loads", "1:32/8,2:48/8/32", "--rounds", "3", "--seconds", "1"]
-        words = short if step.tiny else ["--loads", loads, "--rounds", str(rounds), "--seconds", "4"]
+        short = ["--loads", tiny_loads, "--rounds", "3", "--seconds", "1"]
+        words = short if step.tiny else ["--loads", loads, "--rounds", str(rounds), "--seconds", str(seconds)]
         if first_loads:
             words = [*words, "--first-loads", "2:64/2,2:64/2/56" if step.tiny else first_loads]
         try:
@@ -403,22 +412,30 @@ def take_compare(step: Taking) -> None:
 
 
 def take_agent(step: Taking) -> None:
-    """Both engines in turns with sessions of agents: growing conversations with tool calls and a common beginning."""
-    run, began = step.folder / "run.json", time.time()
-    engines = [step.engine(name) for name in ("vllm", "sglang")]
-    short = ["--prompt-tokens", "2000", "--output-tokens", "8", "--seconds", "3", "--budget", "3m"]
-    sizes = short if step.tiny else ["--seconds", "30", "--budget", "9m"]
+    """Both engines side by side with sessions of agents: growing conversations with tool calls and a common beginning.
+
+    Each engine starts once for all rounds, and while the first one starts, the packages of the second one are read. The
+    caches of 12 sessions fit in half of the memory of a GPU of 141 GB.
+    """
+    with reading_packages(step, "sglang"):
+        side_by_side("8b", ("vllm", "sglang"), "agent=12", 3, seconds=25, tiny_loads="agent=2:2000/8")(step)
+    runs = [str(step.folder / f"{step.engine(name)}.json") for name in ("vllm", "sglang")]
+    step.bedplate("compare", *runs, "--allow", "quantization", to="compare.txt", needed=False)
+
+
+@contextlib.contextmanager
+def reading_packages(step: Taking, engine: str) -> Iterator[None]:
+    """Meanwhile, another process imports the engine, so that its packages are in the page cache when it starts."""
+    if step.tiny or step.given.dry_run:
+        print(f"  (another process imports {engine})")
+        yield
+        return
+    words = [step.python_of((engine,)), "-c", f"import {engine}.srt.entrypoints.http_server"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        step.bedplate(
-            "bench", step.model("8b"), "--engines", ",".join(engines), "--scenario", "agent", "--turns", "3",
-            "--concurrency", step.loads(16, 32).split(",")[-1], *sizes,
-            "--repeats", "1", "--no-quality", "-o", str(run),
-        )  # fmt: skip
+        yield
     finally:
-        if not step.given.dry_run:
-            step.copy_logs("bench", began)
-    sides = [f"{run}:{engine}" for engine in engines]
-    step.bedplate("compare", *sides, "--allow", "quantization", to="compare.txt", needed=False)
+        end(process, gently=False)
 
 
 BOTTLENECKS = {
@@ -720,7 +737,7 @@ STEPS = (
     Step("moe-vllm", "vLLM: mixture of experts at 1, 16, 64, 256", 190, bench_shape("vllm", "moe"), VLLM),
     Step("sglang-serve", "SGLang: built-in model, cold and warm start, start-up check", 240, serve_twice("sglang"),
          (*SGLANG, "pytorch")),
-    Step("sglang-8b", "SGLang: 8 B shape at 1, 16, 64, 256", 190, bench_shape("sglang", "8b"), SGLANG),
+    Step("sglang-8b", "SGLang: 8 B shape at 1, 16, 64, 256", 240, bench_shape("sglang", "8b", budget="200s"), SGLANG),
     Step(
         "compare",
         "vLLM against SGLang, 8 B, unique prompts and a shared prefix, interleaved",
@@ -728,27 +745,40 @@ STEPS = (
         take_compare,
         BOTH,
     ),
-    Step("agent", "vLLM against SGLang, 8 B, sessions of agents, in turns", 600, take_agent, BOTH, optional=True),
+    Step("agent", "vLLM against SGLang, 8 B, sessions of agents, interleaved", 540, take_agent, BOTH, optional=True),
     Step("migrate", "vLLM to SGLang and back under 64 streams", 280, take_migrate, (*BOTH, "pytorch")),
-    Step("moe-sglang", "SGLang: mixture of experts at 1, 16, 64, 256", 190, bench_shape("sglang", "moe"), SGLANG),
+    Step("moe-sglang", "SGLang: mixture of experts at 1, 16, 64, 256", 240, bench_shape("sglang", "moe", budget="200s"),
+         SGLANG),
     Step("busy-gpu", "bench refuses a GPU that another process uses", 45, take_busy_gpu, VLLM),
     Step("shared-gpu", "serve and bench beside another process, and two benches at once", 120, take_shared_gpu, VLLM),
     Step("out-of-memory", "vLLM: logs of weights and of a cache that do not fit", 90, take_out_of_memory, VLLM),
     Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune("vllm"), VLLM),
     Step("tune-sglang", "SGLang: tune the 8 B shape at 64", 300, take_tune("sglang"), SGLANG, optional=True),
+    Step("sglang-defaults", "SGLang: the plan against the engine's defaults, 8 B, interleaved", 330,
+         side_by_side("8b", ("sglang", "sglang:defaults"), "1,64", 5), SGLANG, optional=True),
     Step("options", "vLLM: FP8 cache, no prefix cache, n-gram speculation beside the plan", 420, take_options, VLLM,
          optional=True),
     Step("dense-32b", "vLLM: a 32 B dense shape at 1, 16, 64, 256", 190, measure_empty("32b"), VLLM, optional=True),
     Step("mla", "vLLM: latent attention and experts at 1, 16, 64, 256", 190, measure_empty("mla"), VLLM, optional=True),
     Step("core-killed", "vLLM: the engine core is killed", 130, take_core_killed, VLLM, optional=True),
+    Step("pytorch-serve", "PyTorch: built-in model, cold and warm start, start-up check", 130, serve_twice("pytorch"),
+         ("pytorch",), optional=True),
+    Step("llama.cpp-serve", "llama.cpp, CUDA build: built-in model, cold and warm start; builds it if needed", 360,
+         serve_twice("llama.cpp", native=True), optional=True),
+    Step("pytorch-64", "PyTorch: 8 B shape at 64", 200, bench_shape("pytorch", "8b", 64, budget="180s"), ("pytorch",),
+         optional=True),
     Step("llama.cpp", "llama.cpp, CUDA build: built-in model, 8 B shape at 1, 16, 64, 256", 480, take_llama_cpp,
          optional=True),
     Step("moe-llama.cpp", "llama.cpp, CUDA build: mixture of experts at 1, 16, 64, 256", 280, take_llama_cpp_experts,
          optional=True),
     Step("offload", "llama.cpp: 8 B shape with part of its layers on the host", 120, take_offload, optional=True),
-    Step("pytorch-8b", "PyTorch: 8 B shape at 1, 16, 64", 200, bench_shape("pytorch", "8b", 1, 16, 64, budget="180s"),
+    Step("pytorch-8b", "PyTorch: 8 B shape at 1, 16, 64", 260, bench_shape("pytorch", "8b", 1, 16, 64, budget="240s"),
          ("pytorch",), optional=True),
 )  # fmt: skip
+
+
+NEXT = ("models", "sglang-defaults", "agent", "pytorch-64", "pytorch-serve", "llama.cpp-serve")
+"""What docs/gpu.md lacks, the most valuable first."""
 
 
 # the whole
@@ -775,6 +805,7 @@ def chosen_steps(text: str) -> list[Step]:
     known = {step.name: step for step in STEPS}
     if text == "all":
         return [step for step in STEPS if not step.optional]
+    text = ",".join(NEXT) if text == "next" else text
     unknown = [name for name in text.split(",") if name not in known]
     if unknown:
         raise SystemExit(f"unknown step {unknown[0]!r}; choose from {', '.join(known)}")
@@ -912,7 +943,7 @@ def show_list(state: State) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("card-results"), help="where results go")
-    parser.add_argument("--steps", help="names with commas between them, or all")
+    parser.add_argument("--steps", help="names with commas between them, or all, or next: those that docs/gpu.md lacks")
     parser.add_argument("--budget", default="9m", help="for all steps of this call: 540s, 9m")
     parser.add_argument("--like", type=Path, help="folder or GGUF with the tokenizer of the random models")
     parser.add_argument("--torch-python", help="a Python with PyTorch, to write them (default: a registered engine's)")

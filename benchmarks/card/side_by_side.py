@@ -12,7 +12,8 @@ A side is one of these:
 
 All sides stay loaded, each with the same part of the GPU's memory (`--share`), so that drift affects all of them
 equally: in each round every side answers the same prompts, in alternating order.
-A load is CONCURRENCY[:PROMPT/OUTPUT[/SHARED_PREFIX]]; those of `--first-loads` are measured on the first side alone.
+A load is CONCURRENCY[:PROMPT/OUTPUT[/SHARED_PREFIX]], or SCENARIO=SESSIONS[:PROMPT/OUTPUT] for conversations
+(agent=12); those of `--first-loads` are measured on the first side alone.
 
 Writes one run file for each side after every load (SIDE.json) and what `compare` says of each pair (verdicts.json).
 """
@@ -35,11 +36,13 @@ from bedplate.engines import Engine
 from bedplate.engines.knobs import merge_options, with_engine_defaults
 from bedplate.errors import BedplateError
 from bedplate.facts.hardware import probe
+from bedplate.facts.scenarios import fit_context
 from bedplate.judge.compare import compare
 from bedplate.measure.bench import CONTEXT_SPARE, LEAST_CONTEXT, REQUEST_LIMIT_S, describe_environment
 from bedplate.measure.load import ClientErrorFigures, LoadTarget, PreparedEndpoint, measure_apart, prepare
 from bedplate.measure.load import run as run_loop
 from bedplate.measure.moments import format_now, make_run_id
+from bedplate.measure.questions import choose_scenario, parse_loads
 from bedplate.measure.watch import EngineMeters, Watcher, make_meters
 from bedplate.progress import SilentProgress
 from bedplate.run.prepare import hash_model_content
@@ -94,22 +97,34 @@ class Side:
     repeats: dict[Load, list[Repeat]] = field(default_factory=dict)
 
 
-def read_load(text: str) -> Load:
+def read_load(text: str, max_context: int | None = None) -> Load:
+    """`max_context`: the model's, which limits the length of conversations."""
     concurrency, _, sizes = text.partition(":")
+    name, equals, sessions = concurrency.partition("=")
+    if equals:
+        lengths: list[int | None] = [int(one) for one in sizes.split("/")] if sizes else [None, None]
+        scenario, _ = choose_scenario(name, lengths[0], lengths[1], None)
+        (load,) = parse_loads(concurrency=sessions, scenario=fit_context(scenario, max_context))
+        return load
     prompt, output, shared = (*map(int, sizes.split("/")), 0, 0)[:3] if sizes else (512, 128, 0)
     return Load(
         concurrency=int(concurrency), prompt_tokens=prompt, output_tokens=output or 128, shared_prefix_tokens=shared
     )
 
 
+def find_longest(load: Load) -> int:
+    return load.scenario.context_tokens if load.scenario is not None else load.prompt_tokens + load.output_tokens
+
+
 def work_of(loads: Sequence[Load], facts: Model) -> Workload:
     """One plan for all loads, as `bench` makes it."""
-    longest = max(load.prompt_tokens + load.output_tokens for load in loads)
+    longest = max(find_longest(load) for load in loads)
     context = max(LEAST_CONTEXT, longest + CONTEXT_SPARE)
     return Workload(
-        concurrency=max(load.concurrency or 1 for load in loads),
+        concurrency=max(load.concurrency or load.sessions or 1 for load in loads),
         prompt_tokens=loads[0].prompt_tokens,
         output_tokens=loads[0].output_tokens,
+        shared_prefix_tokens=loads[0].shared_prefix_tokens,
         context_tokens=min(context, facts.max_context or context),
     )
 
@@ -164,7 +179,7 @@ def measure_once(
     side: Side, load: Load, number: int, seconds: float, most_s: float, own: dict[int, ClientErrorFigures]
 ) -> None:
     """One round of one side. `own` has the client's own error by the number of streams, measured once each."""
-    streams = load.concurrency or 1
+    streams = load.concurrency or load.sessions or 1
     side.prepared = run_loop(prepare(side.target, load, known=side.prepared))
     with Watcher(side.meters) as watcher:
         repeat = measure_apart(
@@ -187,6 +202,8 @@ def measure_once(
 
 def words(load: Load) -> str:
     shared = f"/{load.shared_prefix_tokens}" if load.shared_prefix_tokens else ""
+    if load.scenario is not None:
+        return f"{load.scenario.name}={load.sessions}"
     return f"{load.concurrency}:{load.prompt_tokens}/{load.output_tokens}{shared}"
 
 
@@ -197,7 +214,7 @@ def file_name(side: str) -> str:
 def cells_of(side: Side, run: str, machine: str) -> tuple[Cell, ...]:
     return tuple(
         Cell(
-            id=f"{run}-{file_name(side.name)}-{words(load).replace(':', '-').replace('/', '-')}",
+            id=f"{run}-{file_name(side.name)}-{re.sub(r'[^a-z0-9]', '-', words(load))}",
             run=run, at=repeats[0].at or "", machine=machine, subject=side.subject, load=load, repeats=tuple(repeats),
             exact_output=all(bool(one.exact_output) for one in repeats), quality=NOT_CHECKED,
             notes="side by side with others on one GPU", halt="most",
@@ -250,10 +267,12 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     sides: list[Side]
-    names, loads = given.sides.split(","), [read_load(text) for text in given.loads.split(",")]
-    hardware = probe()
+    names, hardware = given.sides.split(","), probe()
     facts = fetch_facts(None if given.model == "builtin" else given.model, hardware, Progress())
-    alone = [read_load(text) for text in given.first_loads.split(",") if text]
+    loads, alone = (
+        [read_load(one, facts.max_context) for one in text.split(",") if one]
+        for text in (given.loads, given.first_loads)
+    )
     work, environment, run = work_of([*loads, *alone], facts), describe_environment(hardware, sys.argv), make_run_id()
     own: dict[int, ClientErrorFigures] = {}
     share = given.share or round(0.88 / len(names), 2)

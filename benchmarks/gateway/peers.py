@@ -34,6 +34,9 @@ class Ports:
         return f"http://127.0.0.1:{self.upstream}"
 
 
+FORWARDER = "uvloop-forwarder"
+"""What every gateway on this Python and uvloop costs, without any work of its own."""
+
 # LiteLLM does not start without a key, so every gateway is sent this one.
 KEY_VARIABLE = "GATEWAY_BENCH_KEY"
 os.environ.setdefault(KEY_VARIABLE, f"sk-{secrets.token_hex(32)}")
@@ -109,6 +112,11 @@ def aiohttp_command(_env: Path, _scratch: Path, ports: Ports) -> list[str]:
     return [sys.executable, str(HERE / "aiohttp_proxy.py"), ports.upstream_url, str(ports.gateway)]
 
 
+def forwarder_command(_env: Path, _scratch: Path, ports: Ports) -> list[str]:
+    """The forwarder of this folder."""
+    return [sys.executable, str(HERE / "forwarder.py"), ports.upstream_url, str(ports.gateway)]
+
+
 def router_options(ports: Ports) -> list[str]:
     """The options that vllm-router and sglang-router share."""
     return [
@@ -143,6 +151,7 @@ PEERS = (
     Peer("nginx", nginx_command),
     Peer("bedplate", bedplate_command),
     Peer("bedplate-tenants", tenants_command),
+    Peer(FORWARDER, forwarder_command),
     Peer("aiohttp", aiohttp_command),
     Peer("vllm-router", vllm_command, requirement="vllm-router==0.1.16"),
     Peer("sglang-router", sglang_command, requirement="sglang-router==0.3.2"),

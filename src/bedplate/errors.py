@@ -36,3 +36,9 @@ class ExternalFailure(BedplateError):
     """External failure: the network, the disk or an engine."""
 
     exit_code = 3
+
+
+def make_unreadable_error(path: object, error: OSError | ValueError) -> UsageError:
+    """The error about a file that the user named and that cannot be opened."""
+    cause = getattr(error, "strerror", None) or str(error)
+    return UsageError(f"cannot read {path}", cause=cause, hint="check its name and its permissions")

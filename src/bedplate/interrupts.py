@@ -52,6 +52,27 @@ def check_cancelled() -> None:
         raise OperationCancelled
 
 
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
+    """Ctrl-C and SIGTERM that arrive within the block take effect at its end.
+
+    `subprocess.Popen` can be interrupted after the process was started and before anybody knows it.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals interrupt only the main thread
+        yield
+        return
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)
+
+
 def exit_on_interrupt() -> None:
     """Let Ctrl-C end the process at once, instead of with a traceback of the interpreter's clean-up.
 

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.store import SALT_BYTES, parse_tenants, sort_counts
+from bedplate.unsent_usage import UnsentUsage, get_unsent_folder, take_unsent
 from bedplate.values.record import from_json, replace_fields
 from bedplate.values.tenant import Tenant, TenantKey
 from bedplate.values.traffic import ServedRequest, UsageBy, UsageRow
@@ -175,7 +177,7 @@ class PostgresUsageStore:
     # requests
 
     def make_writer(self) -> PostgresRequestWriter:
-        return PostgresRequestWriter(self._url)
+        return PostgresRequestWriter(self._url, get_unsent_folder(self._url))
 
     def make_limits(self) -> PostgresLimits:
         return PostgresLimits(self._url)
@@ -267,24 +269,53 @@ class PostgresRequestWriter:
     """Adds requests over one connection. Each has a number of this writer, so that none is stored twice.
 
     When the connection is lost during a commit, it is not known whether the requests were stored. They keep their
-    numbers until they were, and the database ignores numbers that it has.
+    numbers until they were, and the database ignores numbers that it has. With a folder, requests are kept there under
+    their numbers until then.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, folder: Path | None = None) -> None:
         self._url = url
+        self._folder = folder
         self._gateway = secrets.token_hex(8)
+        self._unsent = UnsentUsage(folder, self._gateway) if folder is not None else None
         self._number = 0
         self._numbers: dict[int, tuple[ServedRequest, int]] = {}
         """Of requests whose commit is unknown, by their identity. It keeps them, so that no other has the same."""
         self._connection: psycopg.Connection[Any] | None = None
 
+    def keep(self, request: ServedRequest) -> None:
+        self._number += 1
+        self._numbers[id(request)] = request, self._number
+        if self._unsent is not None:
+            self._unsent.keep(self._number, request)
+
+    def prepare(self) -> None:
+        if self._unsent is not None:
+            self._unsent.prepare()
+
+    def seal(self) -> None:
+        if self._unsent is not None:
+            self._unsent.seal()
+
+    def recover(self) -> int:
+        if self._folder is None:
+            return 0
+        with take_unsent(self._folder) as found:
+            if found:
+                self._insert([_to_row(one.gateway, one.number, one.request) for one in found])
+        return len(found)
+
     def add(self, requests: Sequence[ServedRequest]) -> None:
-        rows = []
         for one in requests:
             if id(one) not in self._numbers:
-                self._number += 1
-                self._numbers[id(one)] = one, self._number
-            rows.append(_to_row(self._gateway, self._numbers[id(one)][1], one))
+                self.keep(one)
+        self._insert([_to_row(self._gateway, self._numbers[id(one)][1], one) for one in requests])
+        for one in requests:
+            del self._numbers[id(one)]
+        if self._unsent is not None:
+            self._unsent.discard()
+
+    def _insert(self, rows: Sequence[tuple[object, ...]]) -> None:
         with self._use() as connection, connection.transaction(), connection.cursor() as cursor:
             cursor.executemany(
                 "INSERT INTO bedplate_requests (gateway, number, at_s, tenant, model, engine, outcome, reason, "
@@ -292,7 +323,6 @@ class PostgresRequestWriter:
                 "VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (gateway, number) DO NOTHING",
                 rows,
             )
-        self._numbers.clear()
 
     def read_foreign_version(self) -> object | None:
         try:
@@ -302,6 +332,12 @@ class PostgresRequestWriter:
             return None
 
     def close(self) -> None:
+        """Leaves what was not stored to the next gateway."""
+        self._disconnect()
+        if self._unsent is not None:
+            self._unsent.close()
+
+    def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -314,7 +350,7 @@ class PostgresRequestWriter:
                     self._connection = _connect(self._url)
                 yield self._connection
             except BaseException:
-                self.close()
+                self._disconnect()
                 raise
 
 

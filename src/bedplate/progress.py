@@ -7,6 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
+class StepFailure(Exception):
+    """Leaves a step that was not completed, so that it is not reported as completed."""
+
+
 class Progress(Protocol):
     def note(self, text: str) -> None:
         """Report one line about an event."""

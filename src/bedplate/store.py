@@ -332,6 +332,30 @@ def add_cell(cell: Cell, path: Path | None = None) -> None:
         _write_exclusions(connection, cell)
 
 
+def import_run(run: Run, path: Path | None = None) -> None:
+    """Store a run from a file with its cells. It may replace an earlier import, never what was measured here."""
+    for head in read_cell_heads(path):
+        if head.run != run.id and any(cell.id == head.id for cell in run.cells):
+            raise UsageError(
+                f"run {run.id} is not imported", cause=f"its cell {head.id} is stored already, in run {head.run}"
+            )
+    if any(cell.run != run.id for cell in run.cells) or len({cell.id for cell in run.cells}) < len(run.cells):
+        raise UsageError(
+            f"run {run.id} is not imported", cause="the ids of its cells are not unique, or of another run"
+        )
+    if any(one.id == run.id and one.source is None for one in read_runs(path=path)):
+        raise UsageError(
+            f"run {run.id} is stored already and was measured here", hint=f"bedplate runs show {run.id} explains it"
+        )
+    with _open_store(path or get_store_path()) as connection:
+        connection.execute("DELETE FROM exclusions WHERE run = ?", (run.id,))
+        connection.execute("DELETE FROM cells WHERE run = ?", (run.id,))
+        connection.execute("DELETE FROM runs WHERE id = ?", (run.id,))
+    add_run(run, path)
+    for cell in run.cells:
+        add_cell(cell, path)
+
+
 def read_runs(machine: str | None = None, path: Path | None = None) -> tuple[Run, ...]:
     """The stored runs without their cells, newest first."""
     query = "SELECT body FROM runs WHERE (? IS NULL OR machine = ?) ORDER BY at DESC, number DESC LIMIT ?"
@@ -492,14 +516,15 @@ def read_tunings(machine: str | None, model: str | None = None, path: Path | Non
 def read_evidence(machine: str, path: Path | None = None) -> StoredEvidence:
     """The measurements that may change plans on this machine.
 
-    A result, verdict or tuning counts only if its run is stored, so that a person can see and discard it, and if no
-    cell behind it is excluded. Checks of answers do not depend on the speed, so they always count.
+    A result, verdict or tuning counts only if its run is stored, so that a person can see and discard it, was measured
+    here, and no cell behind it is excluded. Checks of answers do not depend on the speed, so they always count.
     """
     where = path or get_store_path()
     if not where.is_file():
         return StoredEvidence()
     with _open_store(where) as connection:
-        runs = {run for (run,) in connection.execute("SELECT id FROM runs WHERE machine = ?", (machine,))}
+        bodies = connection.execute("SELECT id, body FROM runs WHERE machine = ?", (machine,))
+        runs = {run for run, body in bodies if not _decode_origin(body).source}
         excluded = {cell for (cell,) in connection.execute("SELECT DISTINCT cell FROM exclusions")}
     return StoredEvidence(
         tuple(one for one in read_results(machine, path=path) if one.run in runs),
@@ -511,6 +536,15 @@ def read_evidence(machine: str, path: Path | None = None) -> StoredEvidence:
         ),
         tuple(one for one in read_tunings(machine, path=path) if not one.exclusions),
     )
+
+
+class _Origin(msgspec.Struct):
+    """Where a run is from."""
+
+    source: str | None = None
+
+
+_decode_origin = msgspec.json.Decoder(_Origin).decode
 
 
 def read_exclusions(run: str | None = None, path: Path | None = None) -> dict[str, tuple[Exclusion, ...]]:
@@ -669,6 +703,16 @@ class RequestWriter:
         self._connection: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
         """The device and the inode of the file that is open."""
+
+    def keep(self, request: ServedRequest) -> None:
+        """The store is on this disk: nothing is noted before."""
+
+    def prepare(self) -> None: ...
+
+    def seal(self) -> None: ...
+
+    def recover(self) -> int:
+        return 0
 
     def add(self, requests: Sequence[ServedRequest]) -> None:
         """Store all of the requests or none.

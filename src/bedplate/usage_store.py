@@ -28,6 +28,18 @@ class RequestWriting(Protocol):
     def add(self, requests: Sequence[ServedRequest]) -> None:
         """Store all of the requests or none; requests of a failed call may be given again."""
 
+    def keep(self, request: ServedRequest) -> None:
+        """Note a request that will be added, so that it is found after a crash. Not while `seal` runs."""
+
+    def prepare(self) -> None:
+        """Do what is slow in `seal`."""
+
+    def seal(self) -> None:
+        """The next call of `add` has all requests that were noted until now."""
+
+    def recover(self) -> int:
+        """Store what crashed gateways noted and did not add; returns how many requests."""
+
     def read_foreign_version(self) -> object | None:
         """A value that changes whenever tenants or keys may have changed; `None`: not known."""
 

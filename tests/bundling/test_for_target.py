@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.commands import invoke
 
 from bedplate.bundling.for_target import (
+    PackageDownloader,
     TargetRequest,
     _find_engine_contents,
     _Overlay,
-    _PackageDownloader,
     _PieceWriter,
     _remove,
     _remove_other_pythons,
@@ -154,7 +154,7 @@ def test_packages_are_resolved_as_of_the_date_of_the_recipe_if_possible(
 
     noted: list[str] = []
     monkeypatch.setattr("bedplate.bundling.for_target.run_uv", compile_pins)
-    download = _PackageDownloader(parse_target("linux-x86_64-cuda13", "3.12"), tmp_path, Notes())
+    download = PackageDownloader(parse_target("linux-x86_64-cuda13", "3.12"), tmp_path, Notes())
     assert download.resolve("one", ["one"], (), "2026-11-17T11:00:00Z") == ["one==1.0", "two==2.0"]
     assert len(noted) == notes and "--exclude-newer" in calls[0]
     assert "x86_64-manylinux_2_35" in calls[-1] and "3.12" in calls[-1]
@@ -166,7 +166,7 @@ def test_hint_names_the_target_if_packages_cannot_be_resolved(tmp_path: Path, mo
 
     monkeypatch.setattr("bedplate.bundling.for_target.run_uv", refuse)
     with pytest.raises(ExternalFailure) as caught:
-        _PackageDownloader(parse_target("linux-x86_64-cpu", "3.12"), tmp_path, SilentProgress()).resolve("one", ["one"])
+        PackageDownloader(parse_target("linux-x86_64-cpu", "3.12"), tmp_path, SilentProgress()).resolve("one", ["one"])
     assert "Python 3.12 on linux-x86_64-cpu" in (caught.value.hint or "")
 
 

@@ -161,6 +161,27 @@ def test_the_challenger_of_an_earlier_gate_is_a_baseline(tmp_path: Path, empty_h
     assert find_baseline(write_run(tmp_path / "gate.json", run), "made-up").engine == "llama.cpp@2.0"
 
 
+def test_a_small_loss_is_within_the_tolerance_and_no_question_of_a_migration() -> None:
+    """The other rows are for six metrics, whose intervals are wider than that of the verdict."""
+    result = judge(make_run(0.97))
+    page = write_markdown(result)
+    assert result.exit_code == 0 and result.verdict is not None
+    assert result.verdict.effects[0].sure_low > 0.95 > result.effects[0].sure_low
+    (row,) = [line for line in page.splitlines() if line.startswith("| tok/s")]
+    assert row.endswith("| within tolerance |") and "No loss of more than 5 % was found." in page
+    assert "migration" not in page
+
+
+@pytest.mark.parametrize("version", ["b5163", "../../x", "0.31.0 @ http://example.com/x.whl", "2.0+mine"])
+def test_a_version_that_cannot_be_installed_is_refused(version: str, tmp_path: Path, empty_home: Path) -> None:
+    """The pinned packages would be measured under its name."""
+    run = make_run(1.0)
+    cell = replace_fields(run.cells[1], subject=replace_fields(run.cells[1].subject, engine_version=version))
+    for name in (write_run(tmp_path / "other.json", replace_fields(run, cells=(cell,))), f"llama.cpp@{version}"):
+        with pytest.raises(UsageError, match="neither a release nor installed"):
+            find_baseline(name, "made-up")
+
+
 def test_a_baseline_that_cannot_be_measured_again_is_refused(tmp_path: Path, empty_home: Path) -> None:
     run = make_run(1.0)
     remote = replace_fields(

@@ -39,11 +39,13 @@ from bedplate.changing.shadow import (
 from bedplate.changing.shadow_elsewhere import parse_engine
 from bedplate.changing.shadow_mirror import LEAST_IN_WINDOW, fix_length, parse_usage, split_windows
 from bedplate.decide.placement import Need
+from bedplate.engines.visible import pick_cards, show_cards
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.hosting.host import Host
 from bedplate.measure.load import LoadTarget
 from bedplate.measure.load.preparing import PreparedEndpoint
-from bedplate.run.ready import PreparedModel, select_accelerators
+from bedplate.run.ready import PreparedModel
 from bedplate.run.starting import EngineStart
 from bedplate.run.supervisor import find_free_port
 from bedplate.values.evidence import find_exclusions
@@ -368,18 +370,20 @@ def make_pairs(moments: Iterable[float]) -> list[tuple[float, Sample, Sample]]:
 
 @pytest.mark.measures
 class TestRemoteChallenger:
-    def test_live_requests_go_to_a_challenger_at_a_url(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("named", ["engine", "endpoint"])
+    def test_live_requests_go_to_a_challenger_at_a_url(self, tmp_path: Path, named: str) -> None:
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "slow", pause_s=0.02))
             (first,) = host.engines
             with start_elsewhere(make_engine(tmp_path, "fast", pause_s=0.005)) as url:
-                asked = ShadowRequest(engine="vllm", share=1.0, for_s=6, url=url, served_model="alpha")
+                engine = "vllm" if named == "engine" else LoadTarget.from_url(url).name
+                asked = ShadowRequest(engine=engine, share=1.0, for_s=6, url=url, served_model="alpha")
                 async with Streams(host, 4):
                     done = await run_shadow(host, asked, tell)
             assert host.engines == (first,) and first.backend.on_end is None, "nothing is started here"
             assert done.how == "live" and done.turns >= 3 and done.requests > 10
             assert done.verdict.answer == "migrate", done.verdict.text
-            assert done.verdict.b.engine == "vllm" and done.verdict.b.quality is not None
+            assert done.verdict.b.engine == engine and done.verdict.b.quality is not None
             assert done.verdict.b.quality.verdict == "ok"
             assert {one.what: one.b for one in done.verdict.differences}["endpoint"] == url
             machine = done.verdict.machine
@@ -497,9 +501,10 @@ class TestParts:
         assert list_devices("cpu", {"host": 1}) == {"cpu"} and list_devices("cpu", {"host": 1, "card 0": 5}) == {"cpu"}
 
     def test_challenger_sees_only_its_gpus(self) -> None:
-        found = select_accelerators("cuda", list_cards({"host": 1, "card 2": 5, "card 3": 5}))
-        assert found == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        assert select_accelerators("cpu", list_cards({"host": 1})) == {}
+        machine = make_simulated_hardware({"accelerator": "RTX 4090", "count": 4, "ram_gb": 64})
+        cards = pick_cards(machine, list_cards({"host": 1, "card 2": 5, "card 3": 5}))
+        assert show_cards("cuda", cards) == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert show_cards("cpu", pick_cards(machine, list_cards({"host": 1}))) == {}
 
     def test_broken_against_either_is_broken(self) -> None:
         good = AnswerCheck(

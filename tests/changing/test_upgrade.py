@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class TestCandidate:
     def test_unreachable_index_is_noted(self) -> None:
         now = replace_fields(BEFORE, versions={}, releases={}, no_answer={"xllamacpp": "it cannot be reached"})
         notes = list_release_notes(serving(LLAMA.pinned_version or ""), now, upgrade=False)
-        assert notes == ["no look for new releases of xllamacpp: it cannot be reached"]
+        assert notes == ["new releases of xllamacpp are unknown: it cannot be reached"]
 
 
 class Site:
@@ -156,7 +157,7 @@ class TestTrial:
     def test_nothing_is_installed_without_the_option(self, site: Site) -> None:
         done = watch_once(RECORD, WatchOptions())
         assert site.installed == [] and done.upgrade is None and (done.answer, done.exit_code) == ("stay", 0)
-        assert any("--upgrade installs it beside" in note for note in done.notes)
+        assert any("--upgrade installs it side by side" in note for note in done.notes)
 
     def test_proven_gain_is_an_upgrade_with_interval_and_quality(self, site: Site) -> None:
         site.shadow = compared(400, 200)
@@ -169,7 +170,10 @@ class TestTrial:
         console = Console(width=200, record=True, file=io.StringIO())
         console.print(render_watched(done))
         page = console.export_text()
-        assert f"Upgrade to llama.cpp@{NEWER}." in page and "better by +" in page and "beside the present" in page
+        assert f"Upgrade to llama.cpp@{NEWER}." in page and "beside the version in service" in page
+        words = " ".join(page.split())
+        assert re.search(r"request time 20\d ms instead of 40\d ms .*: \d+ % better \(95 % interval", words)
+        assert page.count("answers agree with the reference") == 2
 
     def test_worse_release_is_removed_and_not_installed_again_on_a_schedule(self, site: Site) -> None:
         site.shadow = compared(200, 400)

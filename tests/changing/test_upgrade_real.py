@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.conftest import Served, have_ended, post_json, start_serve, wait_for
-from tests.contract.documents import check_document
+from tests.changing.upgrading import check_upgrade
+from tests.conftest import Served, have_ended, start_serve, wait_for
 
 from bedplate.engines import get_engine
 from bedplate.errors import ExternalFailure
 from bedplate.run.environments import EngineEnvironment, make_environment, uninstall_version
-from bedplate.run.releases import ask_index, is_newer
+from bedplate.run.releases import ask_index
 
 OLD = "2026.9.11063"
-EXIT_CODES = {"upgrade": {10}, "not proven": {20, 30}, "stay": {0, 30}}
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +43,6 @@ def test_watch_compares_the_newer_release_and_leaves_the_present_one(
 ) -> None:
     if why := ask_index(["xllamacpp"]).failed:
         pytest.skip(f"no package index: {why['xllamacpp']}")
-    body = {"model": served.endpoint["model"], "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    for _ in range(4):
-        assert post_json(f"{served.url}/chat/completions", body)[0] == 200
-    command = ["watch", "older", "--once", "--upgrade", "--share", "100%", "--budget", "60s", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bedplate", *command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
-    found = check_document("watch", done.stdout)
-    upgrade = found["upgrade"]
-    assert (upgrade["package"], upgrade["present"]) == ("xllamacpp", OLD) and is_newer(upgrade["release"], OLD)
-    assert upgrade["options"].startswith("its own parser accepts all "), done.stderr
-    assert done.returncode in EXIT_CODES[upgrade["answer"]], (done.returncode, upgrade["text"])
-    if upgrade["effects"]:
-        assert all(one["gain"]["low"] <= one["gain"]["value"] <= one["gain"]["high"] for one in upgrade["effects"])
-        assert upgrade["quality"]["verdict"] == upgrade["present_quality"]["verdict"] == "ok"
-    # Whatever the verdict: the service still runs on its version, and the pinned one was installed before.
+    check_upgrade(served, "older", "xllamacpp", OLD, "60s")
+    # Whatever the verdict: the pinned version was installed before.
     assert Path(older.path).is_dir() and Path(llama_environment.path).is_dir()
-    assert post_json(f"{served.url}/chat/completions", body)[0] == 200

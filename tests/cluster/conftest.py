@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.cluster.control_plane import CRDS, STORAGE, ControlPlane, explain_absence
+from tests.cluster.control_plane import STORAGE, ControlPlane, explain_absence
 from tests.cluster.nodes import NodeKind, create_nodes
 
 from bedplate.run.supervisor import find_free_port
@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     else:
         plane = ControlPlane(tmp_path_factory.mktemp("control-plane"), find_port_range())
     try:
-        plane.kubectl("apply", "--server-side", "-f", str(CRDS))
+        plane.apply_kinds()
         for name in ("disks", "fast"):
             annotations = {"storageclass.kubernetes.io/is-default-class": str(name == "disks").lower()}
             made = STORAGE | {"metadata": {"name": name, "annotations": annotations}}

@@ -23,6 +23,7 @@ Tree = dict[str, Any]
 PROGRAMS = Path(__file__).parents[2].parent / "shared" / "cluster"
 CRDS = PROGRAMS.parent / "crds"
 BUILDS = {"x86_64": "kube-amd64.xz", "aarch64": "kube-arm64.xz"}
+KINDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 RETRY_S = 20.0
 """The scheduler tries an unschedulable pod again within half of this time after a pod or a volume has changed."""
 ZONE = "topology.kubernetes.io/zone"
@@ -92,6 +93,21 @@ class ControlPlane:
         if done.returncode:
             raise Refused(done.stderr.strip())
         return done.stdout
+
+    def apply_kinds(self) -> None:
+        """Apply the custom kinds that are missing. A request has a minute, and a busy machine may take longer."""
+        files = {".".join(path.stem.split("_")[::-1]): path for path in CRDS.glob("*_*.yaml")}
+        known = {one["metadata"]["name"] for one in self.get_items(KINDS)}
+        if files.keys() <= known:
+            return
+        limit = time.monotonic() + HANG_S
+        while True:
+            try:
+                self.kubectl("apply", "--server-side", "-f", str(CRDS))
+                return
+            except Refused as refused:
+                if "(Timeout)" not in str(refused) or time.monotonic() > limit:
+                    raise
 
     def call(self, method: str, path: str, body: Tree | None = None, kind: str = "application/json") -> Tree:
         """Send one request to the API server."""

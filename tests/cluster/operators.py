@@ -6,6 +6,7 @@ No operator runs in the tests. Each function names the source that it follows: r
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,10 +90,14 @@ def _expand_dynamo_graph(tree: Tree, replicas: int | None) -> Expanded:
 
 def list_violations(trees: Sequence[Tree]) -> list[str]:
     """Return what the operators' admission webhooks and controllers would refuse."""
-    rules = (check_ray_beside_kueue, check_ray_validation, check_queued_pods, check_dynamo_names)
-    return [
+    rules = (
+        check_ray_beside_kueue, check_ray_validation, check_queued_pods, check_dynamo_names, check_cluster_queue,
+        check_scaled_object, check_leader_worker_set,
+    )  # fmt: skip
+    found = [
         f"{tree['kind']} {tree['metadata']['name']}: {what}" for tree in trees for rule in rules for what in rule(tree)
     ]
+    return found + list(check_scaled_objects_together(trees))
 
 
 def check_ray_beside_kueue(tree: Tree) -> Iterator[str]:
@@ -145,3 +150,138 @@ def check_dynamo_names(tree: Tree) -> Iterator[str]:
     names = [component["name"] for component in tree["spec"]["components"]]
     if len(set(names)) != len(names) or not names:
         yield "component names must be there and unique"
+
+
+def check_cluster_queue(tree: Tree) -> Iterator[str]:
+    """kubernetes-sigs/kueue ff69552e, pkg/webhooks/clusterqueue_webhook.go: ValidateClusterQueue."""
+    if tree["kind"] != "ClusterQueue":
+        return
+    spec, flavors, resources = tree["spec"], list[str](), list[str]()
+    for group in spec["resourceGroups"]:
+        resources += group["coveredResources"]
+        for flavor in group["flavors"]:
+            flavors.append(flavor["name"])
+            if [one["name"] for one in flavor["resources"]] != group["coveredResources"]:
+                yield f"resources of {flavor['name']} must match the names in coveredResources"
+            for one in flavor["resources"]:
+                nominal = read_quantity(one["nominalQuota"])
+                limits = {name: read_quantity(one[name]) for name in ("borrowingLimit", "lendingLimit") if name in one}
+                if min(nominal, *limits.values(), nominal) < 0:
+                    yield "quotas must not be negative"
+                if limits and not spec.get("cohortName"):
+                    yield "limits must be nil when cohort is empty"
+                if limits.get("lendingLimit", 0) > nominal:
+                    yield "lendingLimit must be less than or equal to the nominalQuota"
+    if len(set(flavors)) < len(flavors) or len(set(resources)) < len(resources):
+        yield "a flavor or a resource is there twice"
+    preemption = spec.get("preemption", {})
+    borrows = preemption.get("borrowWithinCohort", {}).get("policy", "Never")
+    if preemption.get("reclaimWithinCohort", "Never") == "Never" and borrows != "Never":
+        yield "reclaimWithinCohort=Never and borrowWithinCohort.Policy!=Never"
+    weight = spec.get("fairSharing", {}).get("weight", "1")
+    if read_quantity(weight) < 0:
+        yield "the weight must not be negative"
+
+
+def read_quantity(value: object) -> float:
+    """A quantity of Kubernetes as a number; those that are written here have one of these suffixes."""
+    text = str(value)
+    factor = {"Gi": 2.0**30, "Mi": 2.0**20, "m": 0.001}
+    suffix = next((one for one in factor if text.endswith(one)), "")
+    return float(text.removesuffix(suffix)) * factor.get(suffix, 1.0)
+
+
+def check_scaled_object(tree: Tree) -> Iterator[str]:
+    """kedacore/keda 8b4f083c, apis/keda/v1alpha1: scaledobject_webhook.go and the types of both kinds.
+
+    The webhook of 2.17.0 counts a trigger without `metricType` as one that has no fallback.
+    """
+    if tree["kind"] != "ScaledObject":
+        return
+    spec, name = tree["spec"], tree["metadata"]["name"]
+    least, most = max(1, spec.get("minReplicaCount", 0)), spec.get("maxReplicaCount", 100)
+    if least > most:
+        yield f"MinReplicaCount={least} must be less than MaxReplicaCount={most}"
+    if "idleReplicaCount" in spec and spec["idleReplicaCount"] >= spec.get("minReplicaCount", 0):
+        yield "IdleReplicaCount must be less than MinReplicaCount"
+    if len(f"keda-hpa-{name}") > 63:
+        yield "the name of the HPA is longer than 63 characters"
+    names = [one["name"] for one in spec["triggers"] if "name" in one]
+    if len(set(names)) < len(names):
+        yield "a triggerName is defined multiple times"
+    for one in spec["triggers"]:
+        if not all(isinstance(value, str) for value in one["metadata"].values()):
+            yield "metadata of a trigger must be text"
+    fallback = spec.get("fallback")
+    if fallback is None:
+        return
+    if fallback["failureThreshold"] < 0 or fallback["replicas"] < 0:
+        yield "FailureThreshold and Replicas must both be greater than or equal to 0"
+    if any(one["type"] in ("cpu", "memory") or one.get("metricType") != "AverageValue" for one in spec["triggers"]):
+        yield "Fallback can only be enabled for triggers with metric of type AverageValue"
+
+
+def check_scaled_objects_together(trees: Sequence[Tree]) -> Iterator[str]:
+    """The same file: verifyScaledObjects. Two of a namespace must not scale the same workload."""
+    targets = [
+        (tree["metadata"]["namespace"], tree["spec"]["scaleTargetRef"].get("kind", "Deployment"),
+         tree["spec"]["scaleTargetRef"]["name"])
+        for tree in trees if tree["kind"] == "ScaledObject"
+    ]  # fmt: skip
+    for target in set(targets):
+        if targets.count(target) > 1:
+            yield f"{target} is already managed by a ScaledObject"
+
+
+def check_leader_worker_set(tree: Tree) -> Iterator[str]:
+    """kubernetes-sigs/lws 060ab4d, pkg/webhooks/leaderworkerset_webhook.go: generalValidate."""
+    if tree["kind"] != "LeaderWorkerSet":
+        return
+    spec, name = tree["spec"], tree["metadata"]["name"]
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        yield "the name is the name of a headless Service: a DNS-1035 label"
+    if spec.get("replicas", 1) < 0 or spec["leaderWorkerTemplate"]["size"] < 1:
+        yield "replicas must be equal or greater than 0, and size than 1"
+    rolling = spec.get("rolloutStrategy", {}).get("rollingUpdateConfiguration", {})
+    if rolling.get("maxUnavailable", 1) == 0 and rolling.get("maxSurge", 0) == 0:
+        yield "maxUnavailable must not be 0 when maxSurge is 0"
+
+
+def list_update_violations(before: Sequence[Tree], after: Sequence[Tree]) -> list[str]:
+    """Return what the operators would refuse when the objects `after` are applied over running ones."""
+    known = {identify(tree): tree for tree in before}
+    return [
+        f"{tree['kind']} {tree['metadata']['name']}: {what}"
+        for tree in after
+        if identify(tree) in known
+        for what in check_update(known[identify(tree)], tree)
+    ]
+
+
+def identify(tree: Tree) -> tuple[str, str, str]:
+    return tree["kind"], tree["metadata"].get("namespace", ""), tree["metadata"]["name"]
+
+
+def check_update(old: Tree, new: Tree) -> Iterator[str]:
+    """kubernetes-sigs/kueue ff69552e: validateUpdateForQueueName and ValidateImmutablePodGroupPodSpec in
+    pkg/controller/jobframework/validation.go, pkg/controller/jobs/deployment/deployment_webhook.go,
+    pkg/controller/jobs/leaderworkerset/leaderworkerset_webhook.go.
+    """
+    queues = [tree["metadata"].get("labels", {}).get(QUEUE) for tree in (old, new)]
+    if new["kind"] in ("Job", "Deployment", "LeaderWorkerSet", "RayService") and queues[0] != queues[1]:
+        yield "the queue of a running workload is immutable"
+    if new["kind"] == "LeaderWorkerSet" and None not in queues:
+        shapes = [list(list_shapes(tree)) for tree in (old, new)]
+        if shapes[0] != shapes[1]:
+            yield "requests, ports, nodes and size are immutable with a queue"
+
+
+def list_shapes(tree: Tree) -> Iterator[object]:
+    """pkg/util/pod/pod.go: SpecShape."""
+    group = tree["spec"]["leaderWorkerTemplate"]
+    yield group["size"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        spec = group[name]["spec"]
+        for kind in ("initContainers", "containers"):
+            yield [(one["resources"]["requests"], one.get("ports")) for one in spec[kind]]
+        yield [spec.get(one) for one in ("nodeSelector", "affinity", "tolerations", "topologySpreadConstraints")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from tests.cluster.conftest import Cluster
 from tests.cluster.control_plane import Refused
 from tests.cluster.scenario import Deployed, emit_for_cluster
+from tests.conftest import wait_for
 from tests.deploy.intents import build_platform
 
 pytestmark = pytest.mark.cluster
+PAGE = Path(__file__).parents[2] / "docs" / "platform.md"
 SAFE = {
     "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsNonRoot": True,
     "seccompProfile": {"type": "RuntimeDefault"},
@@ -55,6 +58,11 @@ def test_members_rights_quotas_and_limits(cluster: Cluster, tmp_path: Path) -> N
             plane.call("POST", pods, make_pod("too-large", resources=gpus))
         with pytest.raises(Refused, match="violates PodSecurity"):
             plane.call("POST", pods, make_pod("root", securityContext={"privileged": True}))
+        job = re.search(r"^```yaml\n(apiVersion: batch/v1\n.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+        assert job is not None
+        (tmp_path / "sweep.yaml").write_text(job[1])
+        plane.kubectl("apply", "-f", str(tmp_path / "sweep.yaml"), "--as=ada", "--as-group=labs")
+        wait_for(lambda: plane.get_pods("tenant-labs"), "a pod of the Job in docs/platform.md")
         service = {
             "apiVersion": "v1", "kind": "Service", "metadata": {"name": "open"},
             "spec": {"type": "LoadBalancer", "ports": [{"port": 80}]},

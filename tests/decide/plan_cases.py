@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 
 from bedplate.errors import UsageError
 from bedplate.facts.chips import Chip, load_chips
@@ -46,6 +47,8 @@ def list_chips() -> tuple[Chip, ...]:
 @functools.cache
 def make_machine(chip: str, count: int) -> Hardware | None:
     """`None` if there is no such machine: an edge device or a Mac has one GPU."""
+    if " + " in chip:
+        return make_simulated_hardware({"accelerator": chip, "ram_gb": 128})
     found = load_chips()[chip]
     described: dict[str, object] = {"cpu": chip} if found.kind == "cpu" else {"accelerator": chip, "count": count}
     if found.kind == "cpu" and count > 1:
@@ -78,3 +81,19 @@ def generate_cases(number: int) -> Iterator[PlanCase]:
                 continue
         made += 1
         yield case
+
+
+def generate_mixed_cases(number: int) -> Iterator[PlanCase]:
+    """Machines with cards of two or three kinds, of one vendor or several."""
+    random, models = Random(31), list_known_names()
+    cards = [chip.name for chip in list_chips() if chip.kind in ("consumer", "workstation", "datacenter")]
+    cards = [name for name in cards if not load_chips()[name].unified and load_chips()[name].memory_gib]
+    for _ in range(number):
+        kinds = random.sample(cards, random.choice((2, 2, 2, 3)))
+        names = [f"{count}x {name}" for name, count in zip(kinds, random.choices((1, 1, 2, 4), k=3), strict=False)]
+        yield PlanCase(" + ".join(names), 1, random.choice(models), random.choice(WORKLOADS))
+
+
+def reverse_cards(case: PlanCase) -> PlanCase:
+    """The same machine with its cards named in the opposite order."""
+    return replace(case, chip=" + ".join(reversed(case.chip.split(" + "))))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.decide.plan_cases import PlanCase, generate_cases, make_machine
+from tests.decide.plan_cases import PlanCase, generate_cases, generate_mixed_cases, make_machine
 from tests.decide.plan_order import MARGIN, TPOT_MS, TTFT_MS
 
 from bedplate.decide import decide
@@ -62,7 +62,7 @@ def check_decisions(number: int) -> None:
     )
     documented = {name for pair in rules for name in pair if name}
     planned = listed = 0
-    for generated in generate_cases(number):
+    for generated in (*generate_cases(number), *generate_mixed_cases(number // 4)):
         case = make_case(generated)
         if case is None:
             continue
@@ -82,7 +82,8 @@ def check_decisions(number: int) -> None:
 def count_per_machine(generated: PlanCase, case: DecisionCase) -> int:
     """Cards of one machine. A plan on several machines is less simple, so it need not be slower."""
     each = case.hardware.cards_per_node
-    return min(each, load_chips()[generated.chip].per_host or each)
+    chip = load_chips().get(generated.chip)
+    return min(each, (chip.per_host if chip is not None else None) or each)
 
 
 def is_clearly_better(one: Alternative, decision: Decision) -> bool:
@@ -138,6 +139,13 @@ class TestOrder:
             if (one.engine, one.quantization) == (plain.engine, plain.quantization) and one.fits and one.rule is None
         ]
         assert len(speeds) > 5 and get_value(plain.estimate.output_tok_s) > max(speeds) / 1.031
+
+    def test_replicas_are_on_one_host_if_others_add_less_than_ten_percent(self) -> None:
+        found = decide_for("Qwen/Qwen3-8B", "GB200", 8, concurrency=110)
+        assert found.parallelism == Parallelism(data=4) and found.node_launches == ()  # a host has four GPUs
+        both = next(one for one in found.alternatives if (one.engine, one.parallelism) == ("vllm", Parallelism(data=8)))
+        assert get_value(both.estimate.output_tok_s) < MARGIN * get_value(found.estimate.output_tok_s)
+        assert both.why_not == "8 GPUs instead of 4 for about the same speed"
 
     def test_requests_that_wait_count_as_missed(self) -> None:
         crowded = decide_for("Qwen/Qwen3-32B", "H100 SXM", 1, concurrency=100, prompt_tokens=2000, output_tokens=500)

@@ -7,14 +7,24 @@ import statistics
 
 import pytest
 
-from bedplate.decide.estimate.arrivals import BURST, USERS, USUAL_BENCHMARK, RequestArrivals, choose_arrivals
-from bedplate.decide.estimate.batching import Layout, choose_kv_bits, classify_weights, get_efficiencies
+from bedplate.decide import decide
+from bedplate.decide.estimate.arrivals import BENCH, BURST, USERS, USUAL_BENCHMARK, RequestArrivals, choose_arrivals
+from bedplate.decide.estimate.batching import (
+    ACCEPT_SHARE,
+    Layout,
+    choose_kv_bits,
+    classify_weights,
+    compute_steady,
+    count_rank_work,
+    get_efficiencies,
+)
 from bedplate.decide.estimate.machine import make_chip_rates
 from bedplate.decide.estimate.physics import get_shape
 from bedplate.decide.estimate.serving import ServingTimes, estimate_under_load, expect
 from bedplate.decide.simulate import Book, Fleet, MeanLengths, ReplicaLimits, simulate
 from bedplate.decide.simulate.times import make_batched_steps
 from bedplate.facts.chips import find_chip
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
 from bedplate.values import Parallelism, Workload
 from bedplate.values.arrival import ArrivalProcess
@@ -122,6 +132,40 @@ def test_a_plan_names_the_arrival_process_that_it_assumes(asked: Workload, proce
         slots=256, arrivals=choose_arrivals(asked),
     )  # fmt: skip
     assert found.source.endswith(f", for {words}")
+
+
+def test_equal_requests_of_bench_stay_apart_unless_their_prompts_queue() -> None:
+    """bench spreads its first requests over the time of one."""
+    pair = Pair("vllm", "meta-llama/Llama-3.1-8B", 1, 512, 128)
+    few, many = (pair.estimate(streams, BENCH) for streams in (4, 64))
+    burst, spread = (pair.estimate(64, one) for one in (BURST, USERS))
+    assert few.first_s == pytest.approx(pair.estimate(4, USERS).first_s, rel=0.1)
+    assert many.first_s == pytest.approx(burst.first_s, rel=0.2)
+    assert many.first_s > 4 * spread.first_s
+    assert many.token_s < spread.token_s
+
+
+def test_models_that_are_computed_quickly_wait_for_the_process_that_accepts_requests() -> None:
+    pair = Pair("vllm", "meta-llama/Llama-3.2-1B", 1, 512, 128)
+    slow = pair.e._replace(request_s=2 * pair.e.request_s)
+    work = count_rank_work(pair.machine, pair.shape, pair.layout, 512, 128, 16.0)
+    usual, longer = (compute_steady(work, e, 256.0, 1e6, arrival=BENCH.terms) for e in (pair.e, slow))
+    accept_s = ACCEPT_SHARE * pair.e.request_s
+    assert longer[0] - usual[0] > 0.9 * 128 * accept_s  # half of 256 requests are accepted before
+    assert usual[1] * 128 > 256 * accept_s, "a round is not shorter than the time to accept its requests"
+
+
+def test_a_plan_for_requests_in_flight_states_the_ttft_of_equal_requests() -> None:
+    hardware = make_simulated_hardware({"accelerator": "H100 SXM", "ram_gb": 256})
+    model = find_model("meta-llama/Llama-3.1-8B")
+
+    def list_notes(workload: Workload) -> list[str]:
+        return [note for note in decide(hardware, model, workload, "vllm").notes if "equal lengths" in note]
+
+    (note,) = list_notes(Workload(concurrency=64, prompt_tokens=512, output_tokens=128))
+    assert "`bedplate bench` sends them" in note and "TTFT" in note
+    assert not list_notes(Workload(concurrency=2, prompt_tokens=512, output_tokens=128))
+    assert not list_notes(Workload(users=64, prompt_tokens=512, output_tokens=128))
 
 
 def test_requests_that_arrive_together_wait_before_their_first_token_instead_of_between_tokens() -> None:

@@ -149,3 +149,15 @@ def test_a_request_that_fails_does_not_affect_the_others() -> None:
     backend = FakeEncoder()
     first, second, third = run_requests(backend, [[[1]], [[]], [[2]]])
     assert (first, third) == ([[1.0]], [[2.0]]) and isinstance(second, BackendError)
+
+
+def test_llama_cpp_does_not_convert_encoders_that_its_converter_lacks() -> None:
+    """MLX serves no embeddings and llama.cpp has no class for MPNet: what is left exports the model."""
+    mac = make_simulated_hardware({"accelerator": "M3 Max", "ram_gb": 64})
+    found = decide(mac, find_model("sentence-transformers/all-mpnet-base-v2"), Workload())
+    (refused,) = [one for one in found.refused if one.engine == "llama.cpp"]
+    assert refused.why == "its converter does not support the architecture mpnet"
+    assert found.engine != "llama.cpp"
+    other = decide(mac, find_model("BAAI/bge-m3"), Workload())
+    assert other.engine == "llama.cpp"
+    assert other.reasons[0].text.endswith("; MLX does not support the task embed")

@@ -210,6 +210,20 @@ def test_a_library_multiplies_the_16_bit_weights_of_mistral_rs() -> None:
         assert question.make_prefill_part(512).work.library == library
 
 
+def test_the_server_of_llama_cpp_takes_host_time_for_each_further_sequence() -> None:
+    machine, shape = make_chip_rates(find_chip("H100 SXM", guess=True).chip), get_shape(find_model("Meta-Llama-3-8B"))
+    benchmark = local.make_local_estimator("llama.cpp", "cuda", machine, shape)
+    server = benchmark._replace(served=True)
+    assert server.step_s(1, 500) == benchmark.step_s(1, 500)
+    added = {count: server.step_s(count, 500) - benchmark.step_s(count, 500) for count in (16, 64, 256)}
+    # 0.24 ms to sample from 128,256 entries, and 5.3 µs for each waiting request that a token wakes, up to 64 of them.
+    assert added[16] == pytest.approx(15 * (0.244e-3 + 16 * 5.3e-6), rel=0.01)
+    assert added[64] == pytest.approx(63 * (0.244e-3 + 64 * 5.3e-6), rel=0.01)
+    assert added[256] / 255 == pytest.approx(added[64] / 63)
+    other = local.make_local_estimator("exllamav3", "cuda", machine, shape, served=True)
+    assert other.step_s(64, 500) == other._replace(served=False).step_s(64, 500)
+
+
 @settings(deadline=None)
 @given(
     st.sampled_from(["RTX 4090", "H100 SXM", "Apple M2 Ultra (76-core GPU)", "GB10", "MI300X", "RTX 3060 12GB"]),

@@ -199,6 +199,41 @@ class TestIdleHardware:
         assert (hint.used, hint.total, hint.cause, hint.engines) == (0, 8, "engine", ("vllm",))
         assert any("--engine vllm does" in text for text in found.hints)
 
+    def test_a_model_that_no_engine_runs_on_the_card_names_those_for_the_cpu(self) -> None:
+        machine = make_simulated_hardware({"accelerator": "GTX 1080 Ti", "ram_gb": 32})
+        found = decide(machine, find_model("BAAI/bge-reranker-v2-m3"), Workload())
+        (hint,) = pick(found, "unsupported-model")
+        assert found.engine is None and "onnxruntime" in hint.cpu_engines
+        assert any("--engine" in text and "plans the CPU of the host" in text for text in found.hints)
+        for engine in hint.cpu_engines:
+            planned = decide(machine, find_model("BAAI/bge-reranker-v2-m3"), Workload(), engine)
+            assert planned.settings is not None and planned.settings.device == "cpu" and pick(planned, "idle-cards")
+
+    @pytest.mark.parametrize(
+        ("model", "machine", "original"),
+        [
+            ("Qwen/Qwen3-8B-AWQ", {"accelerator": "M3 Max", "ram_gb": 36}, "Qwen/Qwen3-8B"),
+            ("mlx-community/Qwen3-8B-4bit", {"accelerator": "RTX 4090", "ram_gb": 64}, "Qwen/Qwen3-8B"),
+        ],
+    )
+    def test_weights_that_no_engine_loads_here_name_their_original(
+        self, model: str, machine: dict[str, Any], original: str
+    ) -> None:
+        """An engine that refuses the weights on the CPU as well is no way out."""
+        hardware = make_simulated_hardware(machine)
+        found = decide(hardware, find_model(model), Workload())
+        (hint,) = pick(found, "unsupported-model")
+        assert found.engine is None and hint.original == original
+        assert any(f"plan {original}, the original" in text for text in found.hints)
+        assert decide(hardware, find_model(original), Workload()).engine is not None
+        for engine in hint.cpu_engines:
+            assert decide(hardware, find_model(model), Workload(), engine).engine == engine
+
+    def test_gptq_weights_are_converted_for_cards_that_only_llama_cpp_supports(self) -> None:
+        machine = make_simulated_hardware({"accelerator": "GTX 1080 Ti", "ram_gb": 32})
+        found = decide(machine, find_model("Qwen/Qwen3-8B-GPTQ-Int4"), Workload())
+        assert (found.engine, found.quantization) == ("llama.cpp", "Q4_K_M")
+
     def test_cards_of_another_vendor_are_named(self) -> None:
         machine = make_simulated_hardware({"accelerator": ["RTX 4090", "Radeon RX 7900 XTX"], "ram_gb": 64})
         found = decide(machine, find_model(EIGHT_B), Workload(), "exllamav3")
@@ -299,6 +334,12 @@ class TestTargets:
         assert set(missed) == {"ttft_ms", "tpot_ms"} and missed["tpot_ms"].is_default
         assert missed["tpot_ms"].target_ms == 100
         assert missed["tpot_ms"].expected_ms == found.estimate.tpot_ms.value if found.estimate.tpot_ms else False
+
+    def test_minutes_are_not_stated_in_milliseconds(self) -> None:
+        machine = make_simulated_hardware({"accelerator": "RTX 4060 8GB", "ram_gb": 64})
+        found = decide(machine, find_model("Qwen/Qwen3-4B"), Workload(concurrency=64), "vllm")
+        (text,) = [text for text in found.hints if text.startswith("TTFT")]
+        assert re.match(r"TTFT \d+(\.\d)? (s|min \d+ s) misses the default target of 2,000 ms", text)
 
     def test_asked_target_replaces_the_default(self) -> None:
         machine = make_simulated_hardware({"accelerator": "L4"})
@@ -406,7 +447,7 @@ class TestIgnoredFields:
 
 def test_a_card_of_another_kind_is_idle_because_the_others_are_enough() -> None:
     mixed = make_simulated_hardware({"accelerator": ["RTX 5090", "RTX 3060 12GB"], "ram_gb": 64})
-    found = decide(mixed, find_model("Qwen/Qwen3-32B"), Workload())
+    found = decide(mixed, find_model("Qwen/Qwen3-14B"), Workload())
     (text,) = [text for text in found.hints if "stays idle" in text]
     assert "the others are enough" in text and "0 are" not in text
 
@@ -417,3 +458,35 @@ def test_requests_that_the_engine_does_not_compute_together_are_not_a_lack_of_me
     (hint,) = [hint for hint in found.hint_details if hint.kind == "waiting-requests"]
     assert hint.cause == "engine" and (hint.used, hint.total) == (1, 4)
     assert not any("more memory" in text for text in found.hints)
+
+
+def test_requests_of_usual_length_that_all_run_are_not_said_to_wait() -> None:
+    card = make_simulated_hardware({"accelerator": "RTX 3090", "ram_gb": 64})
+    work = Workload(concurrency=16, prompt_tokens=1157, output_tokens=212, context_tokens=6520, batch=True)
+    found = decide(card, find_model(EIGHT_B), work, "vllm")
+    (hint,) = pick(found, "waiting-requests")
+    assert found.settings is not None and found.settings.slots == 16 > found.max_concurrency
+    assert (hint.cause, hint.used, hint.total, hint.most_tokens) == ("length", found.max_concurrency, 16, 6520)
+    assert any(text.startswith("all 16 requests of usual length run concurrently") for text in found.hints)
+
+
+class TestUnpredictedRates:
+    """The speed of embeddings is not predicted, but no chip computes more than its data sheet says."""
+
+    @pytest.mark.parametrize(
+        ("machine", "model", "rate", "most"),
+        [
+            ({"accelerator": "H100 SXM", "ram_gb": 256}, "Qwen/Qwen3-Embedding-8B", 400.0, 140.0),
+            ({"cpu": "AMD EPYC 9754", "ram_gb": 256}, "BAAI/bge-m3", 500.0, 120.0),
+        ],
+    )
+    def test_a_rate_above_the_peak_of_the_hardware_is_stated(
+        self, machine: dict[str, Any], model: str, rate: float, most: float
+    ) -> None:
+        hardware, facts = make_simulated_hardware(machine), find_model(model)
+        (hint,) = pick(decide(hardware, facts, Workload(requests_per_s=rate)), "growing-queue")
+        assert hint.answered_per_s is not None and 5 < hint.answered_per_s < most and hint.bottleneck == "compute"
+        assert hint.machines is not None and hint.machines >= rate / most
+        possible = decide(hardware, facts, Workload(requests_per_s=hint.answered_per_s / 2))
+        assert not pick(possible, "growing-queue")
+        assert not pick(decide(hardware, facts, Workload(concurrency=64)), "growing-queue")

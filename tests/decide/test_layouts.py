@@ -182,3 +182,55 @@ def test_number_of_layouts_stays_small_for_large_fleets(name: str) -> None:
     for one in load_engines().values():
         assert len(list(list_layouts(make_machine("H100 SXM", 128, 8), one, make_model(name, None)))) <= 150
         assert len(list(list_layouts(make_machine("H100 SXM", 8), one, make_model(name, None)))) <= 30
+
+
+class TestSlowNodes:
+    """Without fast links, a pipeline goes through all cards of several nodes."""
+
+    def test_a_large_model_is_on_all_nodes(self) -> None:
+        nodes = {"accelerator": "RTX 4090", "count": 24, "gpus_per_node": 8, "network": "100 GbE", "ram_gb": 1024}
+        found = decide(make_simulated_hardware(nodes), find_model("meta-llama/Llama-3.1-405B-Instruct"), Workload())
+        layout = found.parallelism
+        assert (found.engine, found.quantization) == ("vllm", "FP8")
+        assert layout.tensor * layout.pipeline == 24 and layout.tensor <= 4 and len(found.node_launches) == 3
+        assert found.estimate.tpot_ms is not None and found.estimate.tpot_ms.value < 150
+        assert not any(hint.kind in ("idle-cards", "idle-nodes", "unusable-speed") for hint in found.hint_details)
+
+    def test_a_pipeline_has_whole_nodes(self) -> None:
+        nodes = {"accelerator": "L40S", "count": 16, "gpus_per_node": 8, "network": "100 GbE", "ram_gb": 1024}
+        machine, engine = make_simulated_hardware(nodes), get_engine("vllm")
+
+        def list_wide(name: str) -> set[tuple[int, int]]:
+            found = list_layouts(machine, engine, find_model(name))
+            return {(one.tensor, one.pipeline) for one in found if one.tensor * one.pipeline > 8}
+
+        assert list_wide("nvidia/Llama-3.1-405B-Instruct-FP8") == {(1, 16), (2, 8), (4, 4)}
+        assert list_wide("Qwen/Qwen3-32B") == set()  # each node holds a replica
+
+    def test_an_engine_for_one_node_says_so(self) -> None:
+        nodes = {"accelerator": "RTX 4090", "count": 16, "gpus_per_node": 8, "network": "100 GbE", "ram_gb": 1024}
+        machine = make_simulated_hardware(nodes)
+        found = decide(machine, find_model("meta-llama/Llama-3.1-405B-Instruct"), Workload(), "llama.cpp")
+        (hint,) = [hint for hint in found.hint_details if hint.kind == "idle-nodes"]
+        assert (hint.used, hint.total, hint.cause) == (1, 2, "one-node")
+        assert any("this engine computes on one node" in text for text in found.hints)
+
+
+class TestLastResort:
+    """No rule names an engine that runs here, so that the simplest suitable one is used."""
+
+    def test_many_requests_get_an_engine_that_is_designed_for_them(self) -> None:
+        """vLLM no longer has this architecture; ExLlamaV3 has weights of four bits, and is for a few requests."""
+        machine = make_simulated_hardware({"accelerator": "H100 SXM", "count": 8, "ram_gb": 1024})
+        many = decide(machine, find_model("rednote-hilab/dots.llm1.inst"), Workload(concurrency=32))
+        assert (many.engine, many.quantization, many.reasons[0].rule) == ("sglang", "BF16", "anywhere")
+        one = decide(machine, find_model("rednote-hilab/dots.llm1.inst"), Workload())
+        assert one.engine == "llama.cpp"
+
+    def test_a_server_that_meets_the_targets_replaces_one_that_cannot(self) -> None:
+        """One request, but 405 GB on cards of four machines or in the memory of one."""
+        nodes = {"accelerator": "H100 SXM", "count": 16, "gpus_per_node": 4, "network": "25 Gbit/s", "ram_gb": 1024}
+        model = find_model("nvidia/GLM-5.2-NVFP4")
+        found = decide(make_simulated_hardware(nodes), model, Workload(prompt_tokens=8000, output_tokens=50))
+        assert found.engine in ("vllm", "sglang") and found.estimate.tpot_ms is not None
+        assert found.estimate.tpot_ms.value < 100

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bedplate.decide import decide
 from bedplate.decide.memory import (
     find_largest,
     find_most_requests,
@@ -35,6 +36,13 @@ def test_pytorch_memory_agrees_with_measurements_on_an_h200(batch: int, prompt: 
     work = Workload(concurrency=batch, prompt_tokens=prompt, output_tokens=32)
     (need,) = fit(make_machine("H200 SXM"), find_model("meta-llama/Meta-Llama-3.1-8B"), work, "pytorch").devices
     assert need.total_bytes == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("engine", "made"), [("vllm", "while loading"), ("sglang", "converted")])
+def test_weights_that_are_quantized_while_loading_must_fit_before(engine: str, made: str) -> None:
+    """An H200 held all 16-bit weights while SGLang quantized them; vLLM quantizes one layer after the other."""
+    chosen = decide(make_machine("H100 NVL 94GB"), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), engine)
+    assert chosen.weights is not None and chosen.weights.made == made
 
 
 def test_tensor_ranks_divide_kv_heads_down_to_one() -> None:
@@ -136,3 +144,20 @@ def test_interpolation_finds_the_same_number_of_requests_as_bisection(
     found = find_most_requests(needs, usable, ceiling)
     assert len(asked) <= 2 + 4 * 17
     assert found == find_largest(lambda requests: needs(requests) <= usable, ceiling)
+
+
+def test_a_gpu_that_shares_the_memory_of_the_system_leaves_it_a_part() -> None:
+    """57 GiB in 16 bits are no plan for 60 GiB in which the system runs as well; a limit by the system counts alone."""
+    model = find_model("Qwen/Qwen3-30B-A3B-Instruct-2507")
+    for described, share in (
+        ({"accelerator": "Jetson AGX Orin 64GB"}, 0.95),
+        ({"accelerator": "DGX Spark"}, 0.95),
+        ({"accelerator": "RTX PRO 6000 Blackwell Workstation"}, 1.0),
+        ({"accelerator": "M4 Max", "ram_gb": 64}, 1.0),
+    ):
+        hardware = make_simulated_hardware(described)
+        (need,) = fit(hardware, model, Workload(), "llama.cpp", "Q4_K_M").devices
+        free = hardware.accelerators[0].free_bytes
+        assert free is not None and need.usable_bytes == round(free * share), described
+    jetson = make_simulated_hardware({"accelerator": "Jetson AGX Orin 64GB"})
+    assert decide(jetson, model, Workload()).quantization == "Q8_0"

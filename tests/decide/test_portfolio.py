@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.commands import invoke
 
 from bedplate.decide.intent import to_intent
 from bedplate.decide.portfolio import make_pool_machine, make_portfolio
+from bedplate.errors import UsageError
 from bedplate.run.models import find_intended_model
 from bedplate.values import from_json, to_json
 from bedplate.values.intent import NodePool
@@ -182,3 +185,23 @@ class TestPoolChoice:
         assert alone.decision.quantization == "FP8" and alone.decision.fits
         tight = [{"name": "big", "accelerator": "H100 SXM", "count": 1}]
         assert plan_services(busy, pools=tight).placements[0].decision.quantization == "AWQ-Int4"
+
+
+@pytest.mark.parametrize(
+    ("pool", "message", "hint"),
+    [
+        (
+            {"accelerator": "2x H100 SXM + 2x L4", "count": 4},
+            "pool p: accelerator: all nodes of a pool",
+            "of their own",
+        ),
+        ({"accelerator": "8x H100 SXM"}, "pool p: count: is 1, but accelerator states 8", "in the whole pool"),
+        ({"accelerator": "Foo GPU"}, "pool p: accelerator: unknown chip", ""),
+    ],
+)
+def test_errors_name_the_pool(pool: dict[str, Any], message: str, hint: str) -> None:
+    described = {"pools": [{"name": "p", **pool}], "services": [{"model": "Qwen/Qwen3-8B"}]}
+    intent = to_intent(described)
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        make_portfolio(intent, [find_intended_model("Qwen/Qwen3-8B")])
+    assert hint in (caught.value.hint or "")

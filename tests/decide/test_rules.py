@@ -15,16 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.decide.scenario_files import decide_intent, list_own_files, list_shared_files, read_scenario
 
-from bedplate.decide import candidates, case, rules
+from bedplate.decide import candidates, case, decide, rules
 from bedplate.decide.case import DecisionCase
 from bedplate.decide.explain import REASONS
 from bedplate.decide.intent import resolve_hardware, to_intent
 from bedplate.decide.rules import ARTICLES, CHALLENGES, DOUBTS, ORCHESTRATION, PICKS, RULES_PAGE, DecisionRule
 from bedplate.engines import load_engines
 from bedplate.engines.names import ORCHESTRATORS
+from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.known_models import find_model
 from bedplate.run.models import find_intended_model
 from bedplate.show.rules import write_rules_page
-from bedplate.values import Decision
+from bedplate.values import Decision, Workload
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"
 ALL: list[DecisionRule[..., Any]] = [*PICKS, *DOUBTS, *CHALLENGES, *ORCHESTRATION, *REASONS]
@@ -470,3 +472,33 @@ def get_choice(decision: Decision) -> tuple[object, ...]:
         decision.settings, decision.reasons, decision.refused, decision.challengers, decision.launch,
         decision.estimate.output_tok_s,
     )  # fmt: skip
+
+
+class TestIntelCards:
+    """vLLM supports Intel's cards; for one user, llama.cpp is simpler."""
+
+    def test_many_requests_run_on_all_cards_in_vllm(self) -> None:
+        hardware = make_simulated_hardware({"accelerator": "Arc Pro B60", "count": 4, "ram_gb": 128})
+        found = decide(hardware, find_model("Qwen/Qwen3-32B"), Workload(concurrency=20))
+        assert (found.engine, found.quantization, found.parallelism.tensor) == ("vllm", "BF16", 4)
+        assert found.reasons[0].rule == "serve.default" and found.hints == ()
+        (other,) = [one for one in found.refused if one.engine == "llama.cpp"]
+        assert "not designed for many concurrent requests" in other.why
+
+    def test_a_small_card_holds_more_requests_in_llama_cpp(self) -> None:
+        hardware = make_simulated_hardware({"accelerator": "Arc B580", "ram_gb": 32})
+        found = decide(hardware, find_model("Qwen/Qwen3-8B"), Workload(concurrency=16))
+        assert found.engine == "llama.cpp" and found.max_concurrency >= 16
+
+    @pytest.mark.parametrize("requests", [1, 4])
+    def test_few_requests_run_in_llama_cpp(self, requests: int) -> None:
+        hardware = make_simulated_hardware({"accelerator": "Arc Pro B60", "count": 2, "ram_gb": 64})
+        found = decide(hardware, find_model("Qwen/Qwen3-14B"), Workload(concurrency=requests))
+        assert (found.engine, found.reasons[0].rule) == ("llama.cpp", "hardware.unusual")
+
+
+def test_lmdeploy_is_worth_measuring_on_cards_that_vllm_dropped() -> None:
+    """It serves other cases than vLLM there, for a few requests as well."""
+    hardware = make_simulated_hardware({"accelerator": "V100 SXM2 32GB", "count": 4, "ram_gb": 256})
+    found = decide(hardware, find_model("meta-llama/Llama-3.3-70B-Instruct"), Workload())
+    assert found.engine == "llama.cpp" and [one.engine for one in found.challengers] == ["lmdeploy"]

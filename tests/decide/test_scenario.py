@@ -31,7 +31,8 @@ def test_a_scenario_sets_the_workload_and_says_so() -> None:
 
 def test_programs_have_requests_in_flight_instead_of_users() -> None:
     work = apply_scenario(Intent(), "batch", ())[0].workload
-    assert (work.concurrency, work.users, work.think_time_s) == (16, 1, None)
+    assert (work.concurrency, work.users, work.think_time_s, work.batch) == (16, 1, None, True)
+    assert not any(apply_scenario(Intent(), name, ())[0].workload.batch for name in ("chat", "rag", "voice"))
 
 
 def test_what_is_specified_wins_and_is_noted() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from tests.decide.plan_cases import PlanCase, generate_cases, make_machine
+from tests.decide.plan_cases import PlanCase, generate_cases, generate_mixed_cases, make_machine
 from tests.decide.plan_order import check_engine
 
 from bedplate.decide import decide
@@ -17,6 +17,7 @@ from bedplate.decide.candidates import EngineCandidate, get_planned_model, verif
 from bedplate.decide.case import DecisionCase, with_model_task
 from bedplate.decide.choose import EngineSearch
 from bedplate.decide.evidence import MachineEvidence
+from bedplate.decide.nodes import make_launch
 from bedplate.decide.planning import plan
 from bedplate.decide.verify import list_faults, list_launch_rules
 from bedplate.decide.verify.general import GENERAL_RULES
@@ -50,7 +51,8 @@ class ShownPlan:
     def with_plan(self, **fields: Any) -> ShownPlan:
         """The same engine's launch for a changed plan."""
         changed = replace_fields(self.plan, **fields)
-        return replace(self, plan=changed, launch=get_engine(changed.engine).launch(changed, 8080))
+        launch = make_launch(changed, get_engine(changed.engine), self.hardware, 8080)
+        return replace(self, plan=changed, launch=launch)
 
     def with_settings(self, **fields: Any) -> ShownPlan:
         return self.with_plan(settings=replace_fields(self.plan.settings, **fields))
@@ -102,9 +104,22 @@ def show_plan(name: str, hardware: Hardware, model: str, workload: Workload) -> 
         model=get_planned_model(asked.model, found.weights), weights=found.weights,
         parallelism=found.layout, settings=found.settings,
     )  # fmt: skip
-    shown = ShownPlan(planned, engine.launch(planned, 8080), hardware)
+    shown = ShownPlan(planned, make_launch(planned, engine, hardware, 8080), hardware)
     assert shown.list_rules() == []
     return shown
+
+
+def plan_on_mixed(engine: str, model: str, other: str = "RTX 4060 8GB") -> ShownPlan:
+    """A plan for the second of two different cards."""
+    machine = make_simulated_hardware({"accelerator": [other, "RTX 4090"], "ram_gb": 64})
+    shown = show_plan(engine, machine, model, Workload(concurrency=1))
+    assert shown.plan.settings.cards == (1,)
+    return shown
+
+
+def show_other_card(shown: ShownPlan) -> ShownPlan:
+    env = {**shown.launch.env, "CUDA_VISIBLE_DEVICES": "0"}
+    return replace(shown, launch=replace_fields(shown.launch, env=env))
 
 
 def change_model(shown: ShownPlan, **fields: Any) -> ShownPlan:
@@ -406,6 +421,14 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         "vllm.sparse-attention",
         lambda: change_model(plan_a100(), architecture="deepseek_v32"),
     ),
+    "DeepSeek V4 on an A100": (
+        "vllm.sparse-attention",
+        lambda: change_model(plan_a100(), architecture="deepseek_v4"),
+    ),
+    "sparse attention of SGLang on an A100": (
+        "sglang.sparse-attention",
+        lambda: change_model(make_plan("sglang", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 16), architecture="glm_moe_dsa"),
+    ),
     "an architecture that SGLang does not have": (
         "sglang.architecture",
         lambda: change_model(plan_h100("sglang"), architecture="jamba"),
@@ -586,6 +609,13 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
             "--ubatch-size", "512"
         ),
     ),
+    "a conversion of an architecture that the converter lacks": (
+        "llama.cpp.conversion",
+        lambda: change_model(
+            make_from_original(make_plan("llama.cpp", "RTX 4090", 1, "Qwen/Qwen3-8B", 1), "Q8_0", "converted", "gguf"),
+            architecture="internlm",
+        ),
+    ),
     "port 0": ("launch.port", lambda: plan_h100().with_option("--port", "0")),
     "an embedding model that generates": (
         "vllm.runner",
@@ -619,6 +649,28 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         lambda: make_plan("lmdeploy", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64).with_option(
             "--cache-max-entry-count", "1.0"
         ),
+    ),
+    "a named card without the memory": (
+        "memory.load",
+        lambda: plan_on_mixed("vllm", "Qwen/Qwen3-8B").with_settings(cards=(0,)),
+    ),
+    "a named card that the machine does not have": (
+        "layout.visible-cards",
+        lambda: plan_on_mixed("vllm", "Qwen/Qwen3-8B").with_settings(cards=(7,)),
+    ),
+    "two named cards for a layout of one": (
+        "layout.visible-cards",
+        lambda: plan_on_mixed("vllm", "Qwen/Qwen3-8B").with_settings(cards=(0, 1)),
+    ),
+    "a process that sees another card than the plan names": (
+        "layout.visible-cards",
+        lambda: show_other_card(plan_on_mixed("vllm", "Qwen/Qwen3-8B")),
+    ),
+    "cards of two vendors in one process": (
+        "layout.visible-cards",
+        lambda: plan_on_mixed("llama.cpp", "Qwen/Qwen3-8B", "RX 7900 XTX")
+        .with_layout(pipeline=2)
+        .with_settings(cards=(0, 1)),
     ),
     "a part of a page in ExLlamaV3's cache": (
         "exllamav3.cache",
@@ -657,8 +709,10 @@ class TestRules:
         shared = {rule.id for rule in (*GENERAL_RULES, *MEMORY_RULES)}
         cited = {rule for engine in load_engines().values() for rule in engine.rule_sources}
         assert cited <= shared
-        # The first three follow from arithmetic, and the catalogue has the sources of its entries.
-        assert shared - cited == {"plan.system", "launch.port", "disk.prepare", "weights.published"}
+        # The first three follow from arithmetic, the catalogue has the sources of its entries, and drivers hide cards.
+        assert shared - cited == {
+            "plan.system", "launch.port", "disk.prepare", "weights.published", "layout.visible-cards",
+        }  # fmt: skip
 
 
 def find_candidate(case: PlanCase, engine: str) -> tuple[EngineCandidate, EngineSearch] | None:
@@ -677,7 +731,8 @@ class TestGeneratedPlans:
     def test_the_search_finds_plans_that_the_verifier_accepts_and_no_other_candidate_beats(self) -> None:
         engines = list(load_engines())
         planned, compared, rejected = 0, 0, []
-        for number, case in enumerate(generate_cases(QUICK)):
+        cases = (*generate_cases(QUICK), *generate_mixed_cases(QUICK // 4))
+        for number, case in enumerate(cases):
             engine = engines[number % len(engines)]
             found = find_candidate(case, engine)
             if found is None:
@@ -701,7 +756,7 @@ class TestGeneratedPlans:
 def check_decisions(number: int) -> None:
     """Every decision shows a launch without a fault, and few preferred candidates were rejected."""
     planned, rejected = 0, []
-    for case in generate_cases(number):
+    for case in (*generate_cases(number), *generate_mixed_cases(number // 4)):
         machine, model = make_machine(case.chip, case.count), find_model(case.model)
         assert machine is not None
         decision = decide(machine, model, case.workload)

@@ -10,7 +10,7 @@ from bedplate.decide import decide
 from bedplate.decide.intent import resolve_hardware, to_intent
 from bedplate.decide.portfolio import make_portfolio, place_on_one_machine
 from bedplate.deploy.emit import emit_target
-from bedplate.deploy.platform import PlacedService, Platform, place_one_service, place_services
+from bedplate.deploy.platform import PlacedService, Platform, place_one_service, place_services, split_services
 from bedplate.run.models import find_intended_model
 from bedplate.values import Estimate, replace_fields
 from bedplate.values.record import make_estimate as figure
@@ -198,10 +198,12 @@ def _fix_estimate(placed: PlacedService) -> PlacedService:
 def make_platform(described: dict[str, Any], engine: str | None = None) -> Platform:
     intent = to_intent(described)
     if intent.services:
+        local, elsewhere = split_services(intent)
+        intent = replace_fields(intent, services=local)
         models = [find_intended_model(service.model) for service in intent.services]
         machine = None if intent.pools else resolve_hardware(intent)
         found = make_portfolio(intent, models) if machine is None else place_on_one_machine(intent, models, machine)
-        return place_services(intent, found, models, machine)
+        return place_services(intent, found, models, machine, elsewhere)
     hardware, model = resolve_hardware(intent), find_intended_model(intent.model)
     decision = decide(hardware, model, intent.workload, engine, operations=intent.operations)
     return place_one_service(intent, hardware, model, intent.workload, decision)

@@ -219,3 +219,12 @@ class TestScaleToZero:
         files = emit_target(make_platform(described), "kubernetes")
         assert yaml.safe_load(files["scaling.yaml"])["spec"]["minReplicaCount"] == 1
         assert "wait:" not in files["endpoint.yaml"] and "bedplate_requests_in_flight" not in files["scaling.yaml"]
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "ray"])
+def test_refuses_to_leave_the_choice_of_different_gpus_to_kubernetes(target: str) -> None:
+    described = {"hardware": {"accelerator": "RTX 4060 8GB + RTX 4090", "ram_gb": 64}, "model": "Qwen/Qwen3-4B",
+                 "workload": WORK}  # fmt: skip
+    found = catch_refusal(described, target, "vllm")
+    assert "is planned for NVIDIA GeForce RTX 4090" in found.message
+    assert "--emit command or compose" in (found.hint or "")

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from tests.commands import invoke
 from tests.deploy.intents import H100, LLAMA, PLATFORM, TENANTS, TWO_NODES, WORK, make_platform
 from tests.deploy.walk import find_broken_references, read_manifests
 
+from bedplate.decide import decide, plan
 from bedplate.deploy.emit import emit_target
+from bedplate.deploy.shell import write_script
 from bedplate.errors import NotPossible
+from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.known_models import find_model
+from bedplate.values import Workload
 
 Tree = dict[str, Any]
 CHAT: Tree = {"hardware": H100, "model": LLAMA, "workload": WORK}
@@ -150,3 +156,32 @@ class TestInputs:
         (text,) = emit_target(make_platform(asked), "compose").values()
         assert text.count("device_ids:") == 4 and "--data-parallel-size" not in text
         assert all(f'"127.0.0.1:{port}:8000"' in text for port in range(8000, 8004))
+
+
+class TestDifferentCards:
+    """The files name the GPUs of the plan as the driver does."""
+
+    @pytest.mark.parametrize(("cards", "place"), [("RTX 4060 8GB + RTX 4090", "1"), ("RTX 4090 + RTX 4060 8GB", "0")])
+    def test_compose_reserves_the_chosen_gpu(self, cards: str, place: str) -> None:
+        engine = self.read_engine(cards)
+        (device,) = engine["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] == [place] and "count" not in device
+        # In the container, the GPU has the number 0.
+        assert "CUDA_VISIBLE_DEVICES" not in engine["environment"]
+
+    def test_compose_shows_the_chosen_amd_gpu_by_the_number_of_its_driver(self) -> None:
+        engine = self.read_engine("RTX 3060 12GB + RX 7900 XTX")
+        assert engine["environment"]["HIP_VISIBLE_DEVICES"] == "0"
+
+    def test_the_script_exports_the_variables(self) -> None:
+        hardware = make_simulated_hardware({"accelerator": "RTX 4060 8GB + RTX 4090", "ram_gb": 64})
+        model, work = find_model("Qwen/Qwen3-4B"), Workload(concurrency=16)
+        decision = decide(hardware, model, work, "vllm")
+        script = write_script(plan(decision, model, work), decision)
+        assert "export CUDA_VISIBLE_DEVICES=1\n" in script and "export CUDA_DEVICE_ORDER=PCI_BUS_ID\n" in script
+
+    def read_engine(self, cards: str) -> dict[str, Any]:
+        described = {"hardware": {"accelerator": cards, "ram_gb": 64}, "model": "Qwen/Qwen3-4B", "workload": WORK}
+        files = emit_target(make_platform(described, "vllm"), "compose")
+        found: dict[str, Any] = yaml.safe_load(files["compose.yaml"])["services"]["qwen3-4b"]
+        return found

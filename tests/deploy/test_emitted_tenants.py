@@ -43,8 +43,20 @@ def test_each_tenant_has_a_namespace_with_rights_limits_policies_and_a_queue() -
         assert find_all("ResourceQuota")[space, "tenant"]["spec"]["hard"]["requests.nvidia.com/gpu"] == 40
         assert find_all("LimitRange")[space, "defaults"] and find_all("NetworkPolicy")[space, "default-deny"]
         queue = find_all("LocalQueue")[space, name]["spec"]["clusterQueue"]
+        assert find_all("LocalQueue")[space, "default"]["spec"]["clusterQueue"] == queue
         allowed = find_all("ClusterQueue")["", queue]["spec"]["namespaceSelector"]["matchExpressions"][0]["values"]
         assert allowed == ["serving", space], "other tenants cannot use the queue"
+
+
+def test_gateways_and_services_keep_the_namespaces_that_kueue_manages() -> None:
+    """In others its queues are ignored for Deployments and pods; with a default queue the gateway would wait in it."""
+    text = emit_files("teams", "kubernetes")["tenants.yaml"]
+    assert "managedJobsNamespaceSelector of Kueue's configuration at their defaults" in text
+    assert "matchExpressions" not in text
+    assert ("serving", "default") not in find_all("LocalQueue")
+    platform = build_platform("platform")
+    with pytest.raises(UsageError, match="the queue of workloads that name none"):
+        emit_target(replace(platform, tenants=(PlatformTenant(name="default"),)), "kubernetes")
 
 
 def test_members_cannot_change_what_limits_them() -> None:

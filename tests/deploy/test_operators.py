@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.cluster.operators import list_violations
-from tests.deploy.intents import WITH_RAY, emit_files, make_platform
+from tests.cluster.operators import list_update_violations, list_violations
+from tests.cluster.scenario import emit_for_cluster, replace_models, upgrade_engines
+from tests.deploy.intents import WITH_RAY, build_platform, emit_files, make_platform
 from tests.deploy.test_emitted_walk import ON_A_CLUSTER
 from tests.deploy.walk import iterate_pods, read_manifests
 
@@ -38,6 +41,73 @@ def test_violations_are_detected() -> None:
     service["spec"]["serviceUnhealthySecondThreshold"] = 900
     found = " ".join(list_violations([service]))
     assert "only as an elastic job" in found and "deprecated" in found
+
+
+@pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
+def test_operators_admit_every_upgrade(name: str, target: str) -> None:
+    before = read_manifests(emit_files(name, target))
+    with upgrade_engines():
+        assert not list_update_violations(before, read_manifests(emit_for_cluster(name, target)))
+    assert not list_update_violations(before, read_manifests(emit_for_cluster(name, target, replace_models)))
+
+
+@pytest.mark.parametrize(
+    ("target", "refused"), [("kubernetes", ["Deployment drafts"]), ("ray", ["RayService drafts"]), ("dynamo", [])]
+)
+def test_another_queue_is_another_job(target: str, refused: list[str]) -> None:
+    """Kueue refuses another queue for a Job; docs/platform.md says what to do with running engines."""
+    platform = build_platform("platform")
+    drafts = replace(platform.services[1], tenants=("sales", "research"))
+    changed = replace(platform, services=(platform.services[0], drafts, *platform.services[2:]))
+    after = read_manifests(emit_target(changed, target))
+    found = list_update_violations(read_manifests(emit_files("platform", target)), after)
+    assert found == [f"{name}: the queue of a running workload is immutable" for name in refused]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fallback": {"failureThreshold": 4, "replicas": -1}}, "Replicas must both be"),
+        ({"minReplicaCount": 9, "maxReplicaCount": 2}, "must be less than MaxReplicaCount"),
+        ({"triggers": 2 * [{"type": "prometheus", "name": "a", "metadata": {}}]}, "defined multiple times"),
+        ({"triggers": [{"type": "prometheus", "metadata": {}}]}, "of type AverageValue"),
+        ({"triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": {"a": 1}}]}, "must be text"),
+    ],
+)
+def test_violations_of_scaled_objects_are_detected(change: dict[str, Any], words: str) -> None:
+    trees = read_manifests(emit_files("platform", "kubernetes"))
+    scaled = next(tree for tree in trees if tree["kind"] == "ScaledObject")
+    scaled["spec"].update(change)
+    assert words in " ".join(list_violations([scaled]))
+    assert "already managed" in " ".join(list_violations([scaled, scaled]))
+
+
+def test_violations_of_queues_and_of_workloads_on_several_nodes_are_detected() -> None:
+    trees = read_manifests(emit_files("two-nodes-405b", "kubernetes"))
+    queue = next(tree for tree in trees if tree["kind"] == "ClusterQueue")
+    flavor = queue["spec"]["resourceGroups"][0]["flavors"][0]
+    flavor["resources"][0].update(nominalQuota=1, lendingLimit=2)
+    flavor["resources"].reverse()
+    del queue["spec"]["cohortName"]
+    found = " ".join(list_violations([queue]))
+    assert "lendingLimit must be" in found and "must match the names" in found and "cohort is empty" in found
+    group = next(tree for tree in trees if tree["kind"] == "LeaderWorkerSet")
+    larger = copy.deepcopy(group)
+    larger["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["resources"]["requests"][
+        "cpu"
+    ] = 1
+    assert "immutable with a queue" in " ".join(list_update_violations([group], [larger]))
+    group["metadata"]["name"] = "1-first"
+    assert "DNS-1035" in " ".join(list_violations([group]))
+
+
+def test_header_names_the_version_of_keda() -> None:
+    for name, target, version in (
+        ("two-nodes-405b", "kubernetes", None), ("platform", "kubernetes", "2.17"), ("platform", "dynamo", "2.18"),
+        ("idle", "kubernetes", "2.19"),
+    ):  # fmt: skip
+        text = emit_files(name, target)["kustomization.yaml"]
+        assert (f"KEDA {version} or newer" in text) if version is not None else "KEDA" not in text
 
 
 class TestKueue:

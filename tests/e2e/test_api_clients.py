@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from tests import api_clients
+from tests.api_clients import CHECKS
 from tests.conftest import HANG_S, Served
 
 from bedplate.engines.traits import RequestTraits
@@ -54,13 +54,6 @@ def root(request: pytest.FixtureRequest, served: Served) -> Iterator[str]:
             yield url
 
 
-def test_the_anthropic_client_works(root: str) -> None:
-    api_clients.check_anthropic(root, MODEL, tools=True)
-
-
-def test_the_responses_api_of_the_openai_client_works(root: str) -> None:
-    api_clients.check_responses(root, MODEL, tools=True)
-
-
-def test_the_ollama_client_works(root: str) -> None:
-    api_clients.check_ollama(root, MODEL, tools=True)
+@pytest.mark.parametrize(("client", "api"), CHECKS)
+def test_an_unmodified_client_works(root: str, client: str, api: str) -> None:
+    CHECKS[client, api](root, MODEL, tools=True)

@@ -40,16 +40,16 @@ def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str)
         assert word in done.stderr, done.stderr
 
 
-def assert_refused_by_every_verb(model: Path, *words: str) -> None:
+def assert_refused_by_every_verb(model: Path, *said: str) -> None:
     """In this process, where an error is its message, cause and hint."""
-    for verb in ("serve", "plan", "inspect"):
-        answer = invoke(verb, str(model))
+    for words in (("serve", "--port", "0"), ("plan",), ("inspect",)):
+        answer = invoke(*words, str(model))
         assert answer.code == 2 and len(answer.err.splitlines()) > 1, answer
-        assert [word for word in words if word not in answer.err] == []
+        assert [word for word in said if word not in answer.err] == []
 
 
 def test_reports_missing_file(tmp_path: Path) -> None:
-    assert_clear(run_bedplate("serve", str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
+    assert_clear(run_bedplate("serve", "--port", "0", str(tmp_path / "nothing.gguf")), 2, "nothing.gguf")
     assert_refused_by_every_verb(tmp_path / "nothing.gguf", "nothing.gguf")
 
 

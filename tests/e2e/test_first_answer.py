@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +17,19 @@ from bedplate.run.environments import EngineEnvironment
 pytestmark = pytest.mark.first_answer
 
 
+@pytest.fixture
+def one_cpu() -> Iterator[None]:
+    """An engine with one thread: several would spin while they wait for each other, and other tests use the CPUs."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    yield
+    os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.usefixtures("one_cpu")
 def test_serve_answers_and_ctrl_c_stops_everything(builtin_gguf: Path, llama_environment: EngineEnvironment) -> None:
     from openai import OpenAI
 

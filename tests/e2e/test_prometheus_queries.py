@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import yaml
 from tests.conftest import HANG_S, Served, post_json, wait_for
+from tests.deploy.intents import WRITTEN, emit_files, make_platform
+from tests.deploy.walk import read_manifests
 from tests.private_ports import find_private_port
 
+from bedplate.deploy.emit import emit_target
+from bedplate.deploy.kubernetes import Files
 from bedplate.engines import get_engine
 from bedplate.run.supervisor import find_free_port
 
@@ -23,6 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RULES = EXAMPLES / "prometheus" / "bedplate-rules.yaml"
 DASHBOARD = EXAMPLES / "grafana" / "bedplate.json"
 OTHER_ENGINES = ("vllm:", "sglang:")
+NAMESPACE, SERVICE = "serving", "chat"
 EMPTY = ("limits_unavailable",)
 """Queries of what does not happen here: they must be valid, and need not have a result."""
 
@@ -38,9 +43,22 @@ def list_rules() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
+def list_scaling_queries(files: Files) -> dict[str, str]:
+    """The queries of KEDA's triggers by service and name; the HPA that KEDA creates uses the same."""
+    objects = [tree for tree in read_manifests(files) if tree["kind"] == "ScaledObject"]
+    return {
+        f"{one['metadata']['name']} {trigger.get('name')}": trigger["metadata"]["query"]
+        for one in objects
+        for trigger in one["spec"]["triggers"]
+        if trigger["type"] == "prometheus"
+    }
+
+
 class Prometheus:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, ask: Callable[[], None]) -> None:
+        """`ask` sends requests to the gateway that is scraped."""
         self.root = f"http://127.0.0.1:{port}/api/v1"
+        self.ask = ask
 
     def read(self, path: str, **query: str) -> Any:
         with urllib.request.urlopen(f"{self.root}/{path}?{urllib.parse.urlencode(query)}", timeout=HANG_S) as answer:
@@ -71,15 +89,21 @@ def scraped(served: Served, serve: Callable[..., Served], own_home: Path, tmp_pa
     intent.write_text(json.dumps({"services": services}))
     gateway = serve("--file", str(intent))
     engine = find_private_port([served.find_engine()], get_engine("llama.cpp"))
+    # The labels are those that the emitted PodMonitors add.
     jobs: list[dict[str, Any]] = [
-        {"job_name": name, "static_configs": [{"targets": [one.root.removeprefix("http://")]}]}
-        for name, one in (("gateway", gateway), ("endpoint", served))
+        {"job_name": name, "static_configs": [{"targets": [one.root.removeprefix("http://")], "labels": labels}]}
+        for name, one, labels in (("gateway", gateway, {"namespace": NAMESPACE}), ("endpoint", served, {}))
     ]
     jobs.append(
         {
             "job_name": "engine",
             "authorization": {"credentials": engine.key},
-            "static_configs": [{"targets": [f"127.0.0.1:{engine.port}"]}],
+            "static_configs": [
+                {
+                    "targets": [f"127.0.0.1:{engine.port}"],
+                    "labels": {"namespace": NAMESPACE, "app_kubernetes_io_instance": SERVICE},
+                }
+            ],
         }
     )
     timing = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -93,10 +117,10 @@ def scraped(served: Served, serve: Callable[..., Served], own_home: Path, tmp_pa
     with (tmp_path / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log)
     try:
-        found = Prometheus(port)
+        found = Prometheus(port, lambda: ask(gateway, served.endpoint["model"]))
         wait_for(found.is_ready, "Prometheus to answer")
         wait_for(lambda: len(found.query("up == 1")) == 3, "Prometheus to scrape all targets")
-        ask(gateway, served.endpoint["model"])
+        found.ask()
         yield found
     finally:
         process.terminate()
@@ -130,6 +154,32 @@ def test_every_query_has_a_result(scraped: Prometheus) -> None:
             continue
         wait_for(lambda measured=measured: scraped.query(measured), measured)  # type: ignore[misc]
     assert scraped.query("llamacpp:requests_deferred"), "the engine's own series are scraped too"
+
+
+def test_every_scaling_query_has_one_result(scraped: Prometheus) -> None:
+    """KEDA accepts a query only if it has exactly one result. Queries of engines that do not run here must be valid."""
+    described = {
+        "pools": [{"name": "cpus", "cpu": "Intel Xeon Gold 6430", "cores": 32, "count": 4, "ram_gb": 128}],
+        "services": [{"name": SERVICE, "model": "builtin", "engine": "llama.cpp", "ttl": "30m"}],
+        "deploy": {"endpoint": True, "namespace": NAMESPACE},
+    }
+    own = list_scaling_queries(emit_target(make_platform(described), "kubernetes"))
+    assert {name.partition(" ")[2] for name in own} == {"gateway", "recent", "requests"}
+    for name, text in own.items():
+        found = wait_for(lambda text=text: scraped.query(text), f"{name}: {text}")  # type: ignore[misc]
+        assert len(found) == 1, (text, found)
+
+    def is_recent() -> bool:
+        scraped.ask()  # a series that begins with its first request has no increase before the next one
+        return bool(scraped.query(own[f"{SERVICE} recent"])[0]["value"][1] == "1")
+
+    wait_for(is_recent, "requests that have ended to be counted")
+    others = {
+        text for one in WRITTEN if one[1] != "compose" for text in list_scaling_queries(emit_files(*one)).values()
+    }
+    assert any("vllm:" in text for text in others) and any("dynamo_" in text for text in others)
+    for text in others:
+        scraped.query(text)  # valid; these services do not run here
 
 
 def test_rules_are_evaluated_without_an_error_and_find_the_model_that_is_down(scraped: Prometheus) -> None:

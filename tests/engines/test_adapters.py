@@ -21,8 +21,8 @@ from bedplate.values.workload import LoraAdapter
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 TWO = (LoraAdapter(path="/adapters/sql", rank=64), "acme/support")
-SERVING = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "tgi", "lmdeploy", "mlx", "ollama")
-WITHOUT = ("mistral.rs", "exllamav2", "exllamav3", "onnxruntime", "pytorch")
+SERVING = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "tgi", "lmdeploy", "mlx", "ollama", "pytorch")
+WITHOUT = ("mistral.rs", "exllamav2", "exllamav3", "onnxruntime")
 QUICK = 150
 
 
@@ -132,6 +132,24 @@ class TestLaunch:
         assert get_words(found, "--adapters") == ["sql=/adapters/sql", "support=acme/support"]
         assert get_words(found, "--backend") == ["pytorch"]
 
+    def test_pytorch_computes_requests_one_after_the_other(self) -> None:
+        found = launch("pytorch", TWO)
+        assert get_words(found, "--lora-modules") == ["sql=/adapters/sql", "support=support"]
+        assert get_words(found, "--max-loras") == ["2"] and get_words(found, "--max-lora-rank") == ["64"]
+        assert ("hf", "download", "acme/support", "--local-dir", "support") in [step.argv for step in found.prepare]
+        assert "--continuous-batching" not in found.argv and "--continuous-batching" in launch("pytorch", ()).argv
+        later = launch("pytorch", 4)
+        assert get_words(later, "--max-loras") == ["4"] and "--lora-modules" not in later.argv
+
+    def test_pytorch_offers_no_setting_that_ignores_adapters(self) -> None:
+        engine, on = get_engine("pytorch"), machine("H100 SXM", 1)
+        for adapters, offered in ((None, ["--compile"]), (TWO, [])):
+            work = Workload(concurrency=1, lora_adapters=adapters)
+            knobs = engine.list_settings(on, plan(engine, on, model(LLAMA), workload=work))
+            words = [word for knob in knobs for choice in knob.choices for word in choice.options]
+            assert [word for word in words if word == "--compile"] == offered
+            assert adapters is None or "slots" not in {knob.name for knob in knobs}, "there is nothing to choose"
+
     def test_mlx_and_ollama_have_one(self) -> None:
         engine = get_engine("mlx")
         work = Workload(lora_adapters=("acme/support",))
@@ -141,7 +159,7 @@ class TestLaunch:
         assert ("hf", "download", "acme/support", "--local-dir", "support") in [step.argv for step in found.prepare]
         assert "ADAPTER ./support" in launch("ollama", ("acme/support",)).prepare[-1].argv[-1]
 
-    @pytest.mark.parametrize("name", ["vllm", "sglang", "tgi", "lmdeploy", "llama_cpp", "mlx"])
+    @pytest.mark.parametrize("name", ["vllm", "sglang", "tgi", "lmdeploy", "llama_cpp", "mlx", "pytorch"])
     def test_the_options_are_in_the_captured_parser(self, name: str) -> None:
         engine = get_engine(name.replace("_", "."))
         known = {one for option in read_options(name)["options"] for one in option["names"]}

@@ -83,6 +83,7 @@ def test_the_shipped_server_offers_tools_whose_calls_it_can_read(name: str, leve
          "error at #: unrecognized type banana", "invalid_schema"),
         ("llama.cpp", "While executing CallExpression\nError: Jinja Exception: Conversation roles must alternate",
          "invalid_messages"),
+        ("llama.cpp", "Unknown reasoning format: x", "invalid_value"),
         ("llama.cpp", "failed to decode", None),
         ("vllm", "This model's maximum context length is 512 tokens, not 600", "context_length_exceeded"),
         ("vllm", "Token id 5279552648203111001 is out of vocabulary", "invalid_tokens"),

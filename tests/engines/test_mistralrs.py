@@ -193,6 +193,13 @@ class TestFiles:
         assert "<|im_start|>" in found["tokenizer.chat_template"]
         assert import_server().find_gguf_special_tokens(found)["eos_token"] == "<|im_end|>"
 
+    def test_refuses_a_prompt_without_text(self) -> None:
+        """Token ids beyond the vocabulary have no text, and the engine fails on none."""
+        core = importlib.import_module("bedplate.engines.shipped.openai_server")
+        backend = object.__new__(import_server().MistralRsBackend)
+        with pytest.raises(core.BackendError, match="not in the vocabulary"):
+            backend.admit(core.GenerationRequest(prompt=[10**9], text="", max_tokens=4))
+
     def test_configuration_of_transformers_5_is_rewritten(self, tmp_path: Path) -> None:
         config = {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}, "model_type": "llama"}
         (tmp_path / "config.json").write_text(json.dumps(config))

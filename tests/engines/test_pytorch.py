@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engines.argv import parse_options
 from tests.engines.plans import machine, model, plan, plans
 
 from bedplate.engines.pytorch import PyTorch
+from bedplate.engines.shipped.transformers_adapters import AdapterMistake, compute_scale, read_config, take_options
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.values import Hardware, Parallelism, Plan, Settings, Workload, replace_fields
 
@@ -69,6 +71,53 @@ class TestLaunch:
         assert TORCH.launch(plan(TORCH, on, model(LLAMA)), 1).env["OMP_NUM_THREADS"] == str(
             on.cpu.allowed_physical_cores
         )
+
+
+class TestAdapters:
+    def test_server_takes_its_own_options_from_the_command_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        work = Workload(concurrency=4, lora_adapters=("/adapters/sql", "/adapters/a=b"))
+        with_adapters = TORCH.launch(plan(TORCH, machine("cpu"), model(LLAMA), workload=work), 1).argv
+        monkeypatch.setattr("sys.argv", list(with_adapters))
+        options = take_options()
+        assert (options.max_loras, options.max_lora_rank) == (2, 16)
+        assert options.lora_modules == ["sql=/adapters/sql", "a-b=/adapters/a=b"]
+        without = TORCH.launch(plan(TORCH, machine("cpu"), model(LLAMA), workload=Workload(concurrency=1)), 1).argv
+        assert tuple(sys.argv) == without
+
+    @pytest.mark.parametrize(
+        ("config", "scale"),
+        [
+            ({"lora_alpha": 32}, 4.0),
+            ({}, 1.0),
+            ({"lora_alpha": 32, "use_rslora": True}, 32 / 8**0.5),
+            ({"lora_alpha": 32, "alpha_pattern": {"mlp.up_proj": 1, "self_attn.o_proj": 16}}, 2.0),
+            ({"lora_alpha": 32, "alpha_pattern": {"proj": 16}}, 4.0),
+        ],
+    )
+    def test_scale_is_that_of_peft(self, config: dict[str, object], scale: float) -> None:
+        assert compute_scale(config, "model.layers.0.self_attn.o_proj", 8) == pytest.approx(scale)
+
+    @pytest.mark.parametrize(
+        ("config", "says"),
+        [
+            ("[", "cannot be read"),
+            ("[]", "peft_type is not LORA"),
+            ({"peft_type": "LORA", "use_dora": True}, "use_dora"),
+            ({"peft_type": "LORA", "bias": "all"}, 'bias in adapter_config.json is not supported: "all"'),
+            ({"peft_type": "LORA", "init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ],
+    )
+    def test_adapters_that_are_more_than_two_matrices_are_refused(
+        self, tmp_path: Path, config: str | dict[str, object], says: str
+    ) -> None:
+        (tmp_path / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        with pytest.raises(AdapterMistake, match=says):
+            read_config(tmp_path)
+
+    def test_usual_settings_are_accepted(self, tmp_path: Path) -> None:
+        config = {"peft_type": "LORA", "bias": "none", "use_dora": False, "init_lora_weights": "gaussian"}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        assert read_config(tmp_path) == config
 
 
 class TestModels:
@@ -137,6 +186,13 @@ class TestModels:
             "ImportError: Using `bitsandbytes` 4-bit quantization requires bitsandbytes: "
             "`pip install -U bitsandbytes>=0.46.1`",
             "not in the engine's environment",
+            True,
+        ),
+        # transformers_adapters.py, as it was printed.
+        (
+            "bedplate-engine: the LoRA adapter narrow cannot be loaded: the matrices of "
+            "model.layers.0.self_attn.o_proj are [2, 64] and [64, 2], and the layer has 128 × 128",
+            "the LoRA adapter narrow cannot be loaded: the matrices of",
             True,
         ),
         # sp-uhh/sgmse, issue 36; the class has since moved to torch.OutOfMemoryError.

@@ -249,7 +249,7 @@ class TestRegistered:
         assert json.loads(named.out)["engine_version"] == "0.26.0"
 
     def test_version_that_cannot_be_installed_is_rejected_before_the_start(self) -> None:
-        for words in (("serve", "--engine", "lmdeploy@0.1.0"), ("bench", "--engines", "lmdeploy@0.1.0")):
+        for words in (("serve", "--port", "0", "--engine", "lmdeploy@0.1.0"), ("bench", "--engines", "lmdeploy@0.1.0")):
             answer = invoke(*words)
             assert answer.code == 2 and "LMDeploy 0.1.0 is not installed" in answer.err, words
 

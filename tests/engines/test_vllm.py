@@ -123,6 +123,17 @@ class TestLaunch:
         said = parse_launch(VLLM.launch(chosen, 8000).argv)
         assert said["--runner"] == "pooling" and "--tool-call-parser" not in said
 
+    @pytest.mark.parametrize(
+        ("card", "dtype"), [("cpu", "float32"), ("H100 SXM", "half"), ("NVIDIA T4", "half"), ("MI300X", "half")]
+    )
+    def test_pooling_models_in_32_bits_are_not_loaded_in_bf16(self, card: str, dtype: str) -> None:
+        """By itself vLLM loads them in F16, on a CPU too."""
+        which = replace_fields(model("BAAI/bge-m3"), quantization="F32")
+        for task in ("embed", "classify"):
+            chosen = plan(VLLM, machine(card, 1), which, workload=Workload(task=task, concurrency=4))
+            said = parse_launch(VLLM.launch(chosen, 8000).argv)
+            assert said["--dtype"] == dtype and said["--runner"] == "pooling"
+
     def test_a_conversion_comes_before_the_launch(self) -> None:
         launch = VLLM.launch(plan(VLLM, machine("RTX 4090", 1), model("Qwen/Qwen3-32B"), label="AWQ-INT4"), 8000)
         assert [step.kind for step in launch.prepare] == ["install", "download", "install", "convert"]

@@ -40,6 +40,14 @@ def test_several_machines_are_nodes() -> None:
     assert [link for link in hardware.links if link.kind == "network"]
 
 
+@pytest.mark.parametrize("name", ["GB200 NVL72", "gb300-nvl72"])
+def test_a_rack_is_all_of_its_gpus(name: str) -> None:
+    """Read as the name of its GPU, the rack would have one of them."""
+    hardware = describe(name)
+    assert len(hardware.accelerators) == 72 == hardware.cards_per_node
+    assert any("of one of its 18 hosts" in note for note in hardware.notes)
+
+
 def test_given_fields_replace_those_of_the_machine() -> None:
     assert describe("g6.12xlarge", ram_gb=96).memory.total_bytes == 96 << 30
 

@@ -147,6 +147,19 @@ class TestComplete:
 
 
 class TestQuantized:
+    @pytest.mark.parametrize(
+        ("text", "context"),
+        [('{"max_seq_length": 40}', 40), ('{"max_seq_length": 99}', 64), ('{"max_seq_length": null}', 64), ("[]", 64)],
+    )
+    def test_the_longest_input_of_sentence_transformers_limits_the_context(
+        self, folder: Path, text: str, context: int
+    ) -> None:
+        (folder / "config.json").write_text(json.dumps({**SMALL, "max_position_embeddings": 64}))
+        (folder / "sentence_bert_config.json").write_text(text)
+        assert read_folder(folder).max_context == context
+        write(folder / "model.safetensors", list_tensors())
+        assert read_folder(folder).max_context == context
+
     def test_mlx_quantization_is_read(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**SMALL, "quantization": {"group_size": 64, "bits": 4}}))
         size = write(

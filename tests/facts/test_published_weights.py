@@ -22,6 +22,7 @@ from bedplate.facts.published_weights import (
     list_published,
     list_repository_keys,
     load_catalogue,
+    look_up_named_weights,
 )
 from bedplate.values import replace_fields
 from bedplate.values.decision import list_part_names
@@ -157,6 +158,51 @@ class TestForms:
     def test_serve_finds_the_gguf_repository(self) -> None:
         assert find_gguf_repository("Qwen/Qwen3-8B") == "unsloth/Qwen3-8B-GGUF"
         assert find_gguf_repository("me/model") is None
+
+
+class TestNamedRepositories:
+    """`unsloth/Qwen3-32B-GGUF` names weights in one engine's format, not the original model."""
+
+    def test_each_repository_means_its_own_weights(self) -> None:
+        of_files = [one for _, one in REPOSITORIES if one.format in ("gguf", "exl3")]
+        assert len(of_files) > 100
+        for one in of_files:
+            model = look_up_named_weights(one.repository)
+            assert model is not None, one.repository
+            (form,) = list_published(model)
+            assert (model.format, form.weights.repository) == (one.format, one.repository)
+            assert form.weights.sources and (form.weights.file or form.weights.revision), one.repository
+            assert any(label.replace("BPW", " bpw") == model.quantization for label in one.weights)
+            assert form.model == get_published_model(model, form.weights)
+
+    def test_a_quantization_that_is_not_stated_is_assumed_and_said(self) -> None:
+        model = look_up_named_weights("unsloth/Qwen3-32B-GGUF")
+        assert model is not None and (model.name, model.quantization) == ("unsloth/Qwen3-32B-GGUF:Q4_K_M", "Q4_K_M")
+        assert model.origin is not None and "Q4_K_M is assumed (of Q2_K" in model.origin
+        stated = "unsloth/Qwen3-32B-GGUF:Q6_K"
+        assert look_up_named_weights(stated) == find_model(stated)
+
+    @pytest.mark.parametrize(
+        ("text", "fetched"),
+        [
+            ("TheBloke/Mistral-7B-Instruct-v0.2-GGUF", "Mistral-7B-Instruct-v0.2-Q4_K_M.gguf"),
+            ("me/Llama-3.1-8B-Instruct-tuned-GGUF:Q5_K_M", "Llama-3.1-8B-Instruct-tuned-Q5_K_M.gguf"),
+            ("unsloth/Qwen3-32B-GGUF/Qwen3-32B-Q5_K_M.gguf", "Qwen3-32B-Q5_K_M.gguf"),
+            ("me/Qwen3-8B-exl3", "4.0bpw"),
+            ("me/Qwen3-8B-exl2:5.0bpw", "5.0bpw"),
+        ],
+    )
+    def test_an_unlisted_repository_is_fetched_too(self, text: str, fetched: str) -> None:
+        model = look_up_named_weights(text)
+        assert model is not None
+        (form,) = list_published(model)
+        assert form.weights.repository == "/".join(text.partition(":")[0].split("/")[:2])
+        assert form.weights.sources == ()
+        assert fetched in (form.weights.file, form.weights.revision) and form.format in text.lower()
+
+    @pytest.mark.parametrize("text", ["Qwen/Qwen3-32B", "Qwen3 32B Q4_K_M GGUF", "Qwen/Qwen3-8B-AWQ"])
+    def test_other_names_mean_what_they_meant(self, text: str) -> None:
+        assert look_up_named_weights(text) == find_model(text)
 
 
 class TestListing:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from tests import api_clients
+from tests.api_clients import CHECKS, check_forced_calls
 from tests.api_engines import ENGINES
 from tests.conftest import Served, have_ended, start_serve, wait_for
 
@@ -23,21 +23,14 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bool]]:
     wait_for(lambda: have_ended(below), "the engine's processes to end")
 
 
-def test_the_anthropic_client_works(served: tuple[Served, bool]) -> None:
-    api_clients.check_anthropic(served[0].root, MODEL, tools=served[1])
-
-
-def test_the_responses_api_of_the_openai_client_works(served: tuple[Served, bool]) -> None:
-    api_clients.check_responses(served[0].root, MODEL, tools=served[1])
-
-
-def test_the_ollama_client_works(served: tuple[Served, bool]) -> None:
-    api_clients.check_ollama(served[0].root, MODEL, tools=served[1])
+@pytest.mark.parametrize(("client", "api"), CHECKS)
+def test_an_unmodified_client_works(served: tuple[Served, bool], client: str, api: str) -> None:
+    CHECKS[client, api](served[0].root, MODEL, tools=served[1])
 
 
 def test_a_forced_tool_call_is_a_call(served: tuple[Served, bool]) -> None:
     if served[1]:
-        api_clients.check_forced_calls(served[0].root, MODEL)
+        check_forced_calls(served[0].root, MODEL)
         return
     with pytest.raises(openai.BadRequestError, match="tools"):
-        api_clients.check_forced_calls(served[0].root, MODEL)
+        check_forced_calls(served[0].root, MODEL)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,11 @@ from tests.private_ports import check_closed, check_key_is_hidden, find_private_
 
 from bedplate.engines import get_engine
 from bedplate.home import get_logs_dir
-from bedplate.hosting.on_ray import RayHeadNode
+from bedplate.hosting.on_ray import RayHeadNode, RayPackages, build_head_options
+from bedplate.hosting.orchestration import make_private_folder
+from bedplate.progress import SilentProgress
+from bedplate.run.environments import build_command, make_environment
+from bedplate.run.supervisor import find_free_port
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -254,6 +259,38 @@ class TestRay:
     def test_recovers_from_a_killed_head_node(self, one: Serving) -> None:
         gcs = r"/gcs/gcs_server "
         survives(one, lambda: killed(found(one, gcs)), lambda pid: self.whole(one, pid))
+
+    def test_head_node_starts_while_a_process_of_the_lost_cluster_is_left(self, bedplate_home: Path) -> None:
+        """A worker node's raylet names the address of the head node until it is stopped, too."""
+        environment = make_environment(RayPackages(), SilentProgress())
+        folder, port = make_private_folder(), find_free_port()
+        (folder / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+        config = {
+            "address": f"127.0.0.1:{port}", "up": str(folder / "up"), "replicas": 1, "ongoing": 1,
+            "head": build_head_options(folder, port, find_free_port()), "engine": {"ready": str(folder / "ready")},
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config))
+        node = RayHeadNode(folder / "config.json", "llama.cpp", "0" * 64)
+        argv = build_command(environment, node.launch(None, find_free_port()))  # type: ignore[arg-type]
+        left = subprocess.Popen(
+            ["x/raylet/raylet", "-c", "import signal; signal.pause()", f"--gcs-address=127.0.0.1:{port}"],
+            executable=sys.executable,
+        )
+        env = {**os.environ, **node.variables, "BEDPLATE_ENGINE_KEY": "key"}
+        with (folder / "log").open("wb") as log:
+            head = subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
+        try:
+            wait_for(lambda: (folder / "up").exists() or head.poll() is not None, "the head node to start or to exit")
+            assert (folder / "up").exists(), (folder / "log").read_text()
+        finally:
+            left.kill()
+            left.wait()
+            for process in psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            head.kill()
+            head.wait()
+            shutil.rmtree(folder, ignore_errors=True)
 
     def test_no_process_is_left(self, one: Serving) -> None:
         """Last: also after bedplate itself was killed, where only wardens are left to clean up."""

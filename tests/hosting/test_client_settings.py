@@ -60,11 +60,12 @@ def test_every_client_gets_the_address_and_the_model() -> None:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_required_key_is_named_and_not_written(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEDPLATE_API_KEY", "sk-very-secret")
-    text = connect_client(client, LOCKED).settings.text
+    settings = connect_client(client, LOCKED).settings
     read(client, LOCKED)
-    assert "sk-very-secret" not in text
-    # Zed reads the variable that belongs to the name of the provider.
-    assert ("BEDPLATE_API_KEY" in text) == (client != "zed")
+    assert "sk-very-secret" not in settings.text
+    # Zed reads the variable that belongs to the name of the provider; Docker replaces no variables in a file.
+    place = settings.use if client in ("zed", "open-webui") else settings.text
+    assert "BEDPLATE_API_KEY" in place
     assert "BEDPLATE_API_KEY" not in connect_client(client, AT).settings.text
 
 

@@ -87,14 +87,17 @@ def read_instructions(text: str) -> list[tuple[str, str]]:
     return [(name.upper(), rest.strip()) for name, _, rest in found]
 
 
+def install_base(target: Path, packages: Sequence[str]) -> None:
+    """Install Debian packages into a folder, or into an archive if the name ends in .tar."""
+    words = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(packages)}", "bookworm", str(target)]
+    subprocess.run(words, check=True)
+
+
 def build(folder: Path) -> BuildStage:
     """Carry out the Dockerfile and return its last stage."""
     stages: dict[str, BuildStage] = {}
     base = folder / "base"
-    subprocess.run(
-        ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", "bookworm", str(base)],
-        check=True,
-    )
+    install_base(base, PACKAGES)
     stage = BuildStage(base)
     for name, rest in read_instructions((ROOT / "Dockerfile").read_text(encoding="utf-8")):
         if name == "ARG":

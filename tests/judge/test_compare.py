@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -149,6 +150,13 @@ class TestAnswers:
             verdict.would_prove
         )
         assert compare([one], [other]).answer == "migrate"
+
+    def test_an_unproven_gain_does_not_hide_a_loss_under_another_load(self) -> None:
+        (one,), (other,) = pair(1.4, 1, loads=(1,))
+        (many,), (slower,) = pair(0.4, 1, loads=(16,))
+        verdict = compare([one, many], [other, slower])
+        assert verdict.answer == "not proven" and "only 1 repeat" in verdict.text
+        assert re.search(r"\d+ % faster with 1 request at a time .*, but \d+ % slower with 16 in flight", verdict.text)
 
     def test_an_open_loop_is_compared_by_request_time(self) -> None:
         load = Load(arrivals="poisson", requests_per_s=3, prompt_tokens=64, output_tokens=32)

@@ -49,7 +49,7 @@ class TestDisturbedCells:
         engine = MadeEngine(token_ms=0.02, read_ms=20.0)
         assert diagnose_subject(engine.cells(1, 4), engine.ground(2)).limit == "memory bandwidth"
         found = diagnose_subject([self.disturb(cell) for cell in engine.cells(1, 4)], engine.ground(2))
-        assert found.limit is None and "other processes used the machine (used 34% of the CPU)" in found.text
+        assert found.limit is None and "other processes used the machine (34% of the CPU)" in found.text
         assert [one.limit for one in found.loads] == [None, None] and not found.evidence and not found.predictions
         assert [(one.kind, "no other process" in one.text) for one in found.changes] == [("measure", True)]
 

@@ -98,6 +98,16 @@ def test_an_endpoint_that_does_not_answer_uses_up_only_the_budget() -> None:
     assert asyncio.run(ask()) is None
 
 
+def test_the_reason_names_what_is_left_and_what_is_needed() -> None:
+    clock = Clock()
+    wall = WallBudget(120.0, clock)
+    clock.now_s += 3.0
+    told = "it takes about 2 min 00 s, and 1 min 57 s of the budget of 2 min 00 s are left"
+    assert wall.describe_spent(120.0) == told
+    clock.now_s += 117.0
+    assert wall.describe_spent(120.0) == wall.describe_spent() == "the budget of 2 min 00 s is used up"
+
+
 def test_needs_are_known_beforehand() -> None:
     need = estimate_need(8, 2, 10.0, starts_s=30.0, installs_s=5.0, checks=2)
     assert need == TimeNeed(5.0, 60.0, 90.0, 224.0) and need.total_s == 379.0

@@ -14,8 +14,8 @@ from tests.runs import make_cell, make_run
 from bedplate.errors import UsageError
 from bedplate.measure.imports import read_run
 from bedplate.measure.summary import is_valid, summarize_cell
-from bedplate.values import to_json
-from bedplate.values.run import Cell
+from bedplate.values import from_json, to_json
+from bedplate.values.run import Cell, Run
 
 CAPTURES = Path(__file__).parents[1] / "captures" / "runs"
 
@@ -218,7 +218,33 @@ def test_rejects_invalid_fields_without_crashing(
         run = read_run(path)
     except UsageError:
         return
-    assert run.cells
+    assert run.cells and from_json(Run, to_json(run)) == run, "the store can read it again"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vllm-bench-serve-summary", {"median_ttft_ms": "fast"}),
+        ("vllm-bench-serve-summary", {"output_throughput": 1e400}),
+        ("vllm-bench-serve", {"input_lens": [-32, 32, 32]}),
+        ("vllm-bench-serve", {"ttfts": [-0.1, 0.1, 0.0]}),
+        ("vllm-bench-serve", {"itls": [[1e20], [0.1], []]}),
+        ("vllm-bench-serve", {"duration": -5}),
+        ("inferencex", {"conc": 0}),
+    ],
+)
+def test_impossible_values_are_rejected(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    document = json.loads((CAPTURES / f"{name}.json").read_text())
+    with pytest.raises(UsageError):
+        read_run(write_file(tmp_path, document | changes))
+
+
+def test_impossible_times_of_a_bedplate_run_are_rejected(tmp_path: Path) -> None:
+    document = json.loads(to_json(make_run([make_cell("vllm", 4, 100.0)])))
+    document["cells"][0]["repeats"][0]["samples"][0]["duration_ms"] = -1.0
+    with pytest.raises(UsageError, match="is not read") as caught:
+        read_run(write_file(tmp_path, document))
+    assert caught.value.cause == f"request 1 of cell {document['cells'][0]['id']}: a time is negative or too long"
 
 
 def write_file(folder: Path, document: object) -> Path:

@@ -510,12 +510,14 @@ def test_an_engine_on_the_cpu_needs_no_gpu(busy_machine: Hardware) -> None:
 
 def test_serve_names_other_processes_and_goes_on(busy_machine: Hardware, other: int, smi: SmiStandIn) -> None:
     notes = Notes()
-    (text,) = _note_gpu_users(busy_machine, notes)
+    (text,) = _note_gpu_users(busy_machine.accelerators, notes)
     assert notes.texts == [text] and "GPU 0 is also used by" in text
     assert f"(process {other}, user " in text and "they slow each other down" in text
     # In a container that hides processes, memory in use is all that shows them.
     smi.write(share=0)
     (smi.folder / "gpu").write_text(f"{CARD}, 0, 140000\n")
-    assert "a process that cannot be seen from here (140,000 MiB)" in _note_gpu_users(busy_machine, notes)[0]
+    assert (
+        "a process that cannot be seen from here (140,000 MiB)" in _note_gpu_users(busy_machine.accelerators, notes)[0]
+    )
     smi.write(share=0)
-    assert _note_gpu_users(busy_machine, notes) == ()
+    assert _note_gpu_users(busy_machine.accelerators, notes) == ()

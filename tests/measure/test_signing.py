@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,14 @@ from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.measure.exported_run import export_run
 from bedplate.measure.results import read_result
-from bedplate.measure.signing import compute_key_id, get_key_path, load_key, sign_result, verify_document
+from bedplate.measure.signing import (
+    SMALL_ORDER,
+    compute_key_id,
+    get_key_path,
+    load_key,
+    sign_result,
+    verify_document,
+)
 from bedplate.values import Settings, from_json, replace_fields, to_json
 from bedplate.values.run import Run
 from bedplate.values.signed_result import SignedResult
@@ -138,6 +146,66 @@ def test_any_change_invalidates_the_signature(change: Callable[[dict[str, Any]],
     change(document)
     found = verify_document(json.dumps(document).encode(), "a.json")
     assert not found.is_valid and found.reason
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_every_kind_of_value_is_covered_by_the_signature(number: int) -> None:
+    """Changes of leaves and keys all over the document."""
+    document = json.loads(sign())
+    rng = random.Random(number)
+    place: Any = document
+    while True:
+        keys = [key for key in (place if isinstance(place, dict) else range(len(place))) if key != "signature"]
+        key = rng.choice(keys)
+        if not isinstance(place[key], dict | list) or not place[key]:
+            break
+        place = place[key]
+    value = place[key]
+    place[key] = value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else [value]
+    assert not verify_document(json.dumps(document).encode(), "a.json").is_valid, key
+
+
+def test_a_repeated_key_is_not_valid() -> None:
+    """A reader that takes the first of two values would see another one than was signed."""
+    text = sign()
+    assert text.startswith("{")
+    for twice in ('{"run": {"id": "other"},' + text[1:], text.replace('"model":', '"model": "other", "model":', 1)):
+        found = verify_document(twice.encode(), "a.json")
+        assert not found.is_valid and "occurs twice" in (found.reason or "")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"schema": "signed-result/1", "at": NaN}', "\ufeff{}"])
+def test_what_is_not_json_is_not_valid(content: str, tmp_path: Path) -> None:
+    found = verify_document(content.encode(), "a.json")
+    assert not found.is_valid and found.reason == "it is not JSON"
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="is not JSON"):
+        read_result(path)
+
+
+@pytest.mark.parametrize("y", sorted(SMALL_ORDER))
+@pytest.mark.parametrize("sign_bit", [0, 2**255])
+def test_a_key_that_fits_any_file_is_not_valid(y: int, sign_bit: int) -> None:
+    document = json.loads(sign())
+    neutral = (1).to_bytes(32, "little") + bytes(32)
+    document["signature"] |= {
+        "public_key": base64.b64encode((y + sign_bit).to_bytes(32, "little")).decode(),
+        "signature": base64.b64encode(neutral).decode(),
+    }
+    for run in ("made", "other"):
+        document["run"]["id"] = run
+        assert not verify_document(json.dumps(document).encode(), "a.json").is_valid
+
+
+def test_another_spelling_of_the_key_is_the_same_key() -> None:
+    document = json.loads(sign())
+    key = document["signature"]["public_key"]
+    assert key.endswith("=")
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    document["signature"]["public_key"] = key[:-2] + letters[letters.index(key[-2]) + 1] + "="
+    found = verify_document(json.dumps(document).encode(), "a.json", key)
+    assert found.is_valid and found.public_key == key
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"schema": "run/1"}', b"\xff", b'{"schema": "signed-result/1"}'])

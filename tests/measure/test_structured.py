@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -291,5 +292,21 @@ def test_what_the_gateway_refuses_is_not_asked() -> None:
 
 def test_without_time_nothing_is_asked() -> None:
     with serve_chat(answer_everything) as endpoint:
-        found = ask(endpoint.url, "extract-person", limit_s=0.0)
-    assert found.asked == 0 and not endpoint.bodies and found.kinds[0].support == "unknown"
+        found = ask(endpoint.url, "extract-person", "auto-timer", limit_s=0.0)
+    assert found.asked == 0 and not endpoint.bodies and {one.support for one in found.kinds} == {"unknown"}
+
+
+def test_an_endpoint_that_does_not_answer_is_left_in_time() -> None:
+    """The controls count in the time limit, which is a part of the budget of `bench`."""
+    answered = threading.Event()
+
+    def hang(body: dict[str, Any]) -> tuple[int, Any]:
+        answered.wait()
+        return 200, {}
+
+    with serve_chat(hang) as endpoint:
+        try:
+            found = ask(endpoint.url, "extract-person", "auto-timer", limit_s=0.5)
+        finally:
+            answered.set()
+    assert found.asked == 0 and {one.support for one in found.kinds} == {"unknown"}

@@ -108,6 +108,8 @@ class Handler(BaseHTTPRequestHandler):
         hub.asked.append((self.command, self.path, headers))
         if re.fullmatch(rf"/api/models/{hub.name}(/revision/[^/]+)?", path):
             return self.listing()
+        if re.fullmatch(rf"/api/models/{hub.name}/tree/[^/]+", path):
+            return self.tree()
         if match := re.fullmatch(rf"/{hub.name}/resolve/([^/]+)/(.+)", path):
             if hub.need_token and headers.get("authorization") != f"Bearer {hub.need_token}":
                 return self.reply(401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
@@ -132,6 +134,16 @@ class Handler(BaseHTTPRequestHandler):
         }
         body["siblings"] = siblings
         self.reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def tree(self) -> None:
+        """The listing that the hub's own client downloads from."""
+        rows: list[dict[str, object]] = []
+        for name, data in self.hub.files.items():
+            row: dict[str, object] = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+            if is_large(name):
+                row["lfs"] = {"oid": self.hub.compute_digest(name), "size": len(data), "pointerSize": 134}
+            rows.append(row)
+        self.reply(200, {"Content-Type": "application/json"}, json.dumps(rows).encode())
 
     def linked(self, name: str) -> dict[str, str]:
         data = self.hub.files[name]
@@ -213,6 +225,11 @@ SIZES = {
     "mmproj-m-F16.gguf": 1 * GB,
     "README.md": 10,
 }
+
+
+def test_finds_the_newest_commit(server: Hub) -> None:
+    server.sizes = SIZES
+    assert hub.find_commit("me/model") == COMMIT
 
 
 class TestChoice:
@@ -598,6 +615,11 @@ class TestHeadersAlone:
         server.files["model.safetensors.index.json"] = json.dumps(index).encode()
         server.files["other.safetensors"] = make_shard({"unrelated": 7})
         assert hub.read_remote_model("me/model").weight_bytes == 600
+
+    def test_reads_the_longest_input_of_sentence_transformers(self, server: Hub) -> None:
+        files = {"config.json": json.dumps(CONFIG).encode()}
+        server.files = {**files, "sentence_bert_config.json": b'{"max_seq_length": 40}'}
+        assert hub.read_remote_model("me/model").max_context == 40
 
     def test_reads_hf_quant_config(self, server: Hub) -> None:
         quant = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}

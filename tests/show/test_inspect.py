@@ -6,16 +6,21 @@ import io
 
 import pytest
 from rich.console import Console
+from tests.facts.test_encoder_decoder import WHISPER, read
 
 from bedplate.facts.hardware import probe
 from bedplate.facts.known_models import find_model, list_known_names
 from bedplate.show.inspect import render_model
-from bedplate.values import Figure, Hardware, replace_fields
+from bedplate.values import Figure, Hardware, Model, replace_fields
 
 
 def render_page(name: str, hardware: Hardware | None = None) -> str:
+    return render(find_model(name), hardware)
+
+
+def render(model: Model, hardware: Hardware | None = None) -> str:
     out = io.StringIO()
-    Console(file=out, width=130, highlight=False).print(render_model(find_model(name), hardware))
+    Console(file=out, width=130, highlight=False).print(render_model(model, hardware))
     return out.getvalue()
 
 
@@ -49,6 +54,12 @@ def test_layers_are_grouped_by_kind() -> None:
         "no cache",
     ):
         assert words in text, words
+
+
+def test_the_cache_of_audio_is_named() -> None:
+    text = render(read(WHISPER))
+    assert text.count("for 30 seconds of audio") == 2, "in all, and for the layers of the decoder"
+    assert "window" not in text and "image" not in text
 
 
 def test_experts_vision_encoder_and_prediction_heads_are_counted_separately() -> None:

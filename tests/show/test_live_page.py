@@ -200,6 +200,7 @@ def test_axe_finds_no_serious_fault(tmp_path: Path) -> None:
         for width, theme in ((1280, "light"), (390, "dark")):
             await tab.open(host.url, width, theme)
             await tab.wait_until(SHOWN)
+            assert await tab.find_faults() == []
             await tab.evaluate("document.getElementById('log').open = true")
             await tab.wait_until("document.querySelector('#log pre').textContent")
             assert await tab.find_faults() == []

@@ -11,7 +11,7 @@ from rich.console import Console
 from bedplate.cli.browse_models import parse_keys
 from bedplate.decide.catalogue import CatalogueEntry
 from bedplate.show.model_browser import ModelBrowser, render_browser
-from bedplate.values import Figure
+from bedplate.values import Figure, replace_fields
 
 
 def make_entry(
@@ -105,6 +105,12 @@ def test_screen_fits_and_contains_the_selection(width: int) -> None:
     assert "151 of 200" in lines[0] and any("150" in line or "A-Very" in line for line in lines[4:])
     if width >= 80:
         assert any("Instruct-150" in line for line in lines) and "q quit" in lines[-1]
+
+
+def test_unknown_speeds_are_explained() -> None:
+    unknown = replace(BROWSER, entries=tuple(replace_fields(one, tok_s=None) for one in BROWSER.entries))
+    assert "speed unknown" in show(unknown)[1] and "speed any" in show(BROWSER)[1]
+    assert any("unknown until bedplate probe --measure" in line for line in show(press("v", state=unknown)))
 
 
 def test_reason_of_a_model_that_does_not_fit_is_shown() -> None:

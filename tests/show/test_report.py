@@ -108,8 +108,8 @@ def test_warnings_are_a_banner_above_the_recommendation() -> None:
     mixed = Flag(kind="mixed", text="Q4_1 weights, but vllm BF16")
     cells = [make_cell("llama.cpp", load, 60, flags=(busy, mixed)) for load in (1, 4)]
     page = make_report([make_run(cells)])
-    assert page.warnings == ("llama.cpp Q4_1 at 1, 4: other processes used 14% of the CPU",)
-    assert page.flags == ("llama.cpp Q4_1 at 1, 4: Q4_1 weights, but vllm BF16",)
+    assert page.warnings == ("llama.cpp Q4_1 with 1, 4 in flight: other processes used 14% of the CPU",)
+    assert page.flags == ("llama.cpp Q4_1 with 1, 4 in flight: Q4_1 weights, but vllm BF16",)
     text, markdown = to_html(page), to_markdown(page)
     assert text.index('class="warnings"') < text.index(busy.text) < text.index("<h1>")
     assert markdown.startswith("> **Warning:** llama.cpp") and markdown.index("# Deploy") > markdown.index("14%")
@@ -142,6 +142,29 @@ def test_markdown_has_the_same_table() -> None:
 def test_a_run_without_cells_gives_a_page_of_tbd() -> None:
     text = to_html(make_report([make_run([], engines=["vllm"])]))
     assert "no valid measurement" in text and "TBD" in text and "<svg" not in text
+
+
+def test_distributions_are_of_the_highest_load_with_answers() -> None:
+    """A load at which an engine answered nothing must not hide the engine."""
+    highest = CELLS[3]
+    unanswered = replace_fields(
+        highest,
+        repeats=tuple(
+            replace_fields(one, samples=tuple(replace_fields(each, outcome="error") for each in one.samples))
+            for one in highest.repeats
+        ),
+    )
+    page = make_page(make_run([*CELLS[:3], unanswered, *CELLS[4:]], engines=["llama.cpp", "vllm"]))
+    shown = next(plot for plot in page.plots if plot.title == "Time to first token")
+    assert [entry.name for entry in shown.legend] == ["llama.cpp Q4_1, 8", "vLLM BF16, 16"]
+
+
+def test_labels_are_beside_a_steep_line() -> None:
+    points = tuple(plots.Point(10 + at / 100, 10.0 * at, f"L{at}") for at in (1, 5, 9))
+    other = plots.PlotSeries("b", (plots.Point(1, 1),))
+    drawn = plots.draw_lines("t", [plots.PlotSeries("a", points), other], "x", "y")
+    (anchor,) = re.findall(r'text-anchor="(\w+)" class="tick">L5<', drawn)
+    assert anchor in ("start", "end")
 
 
 def test_the_knee_has_the_best_throughput_per_latency() -> None:

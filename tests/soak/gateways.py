@@ -1,9 +1,12 @@
 """Runs three gateways that share a PostgreSQL usage store, and kills one of them (SIGKILL) at random moments.
 
     python tests/soak/gateways.py --minutes 10 --kills 60 --seed 1
+    python tests/soak/gateways.py --minutes 10 --kills 60 --null
 
-One engine serves the built-in model behind them. Exits with 1 when an answer was truncated without an error, a usage
-record older than a second was lost, a request was counted twice, or a limit did not hold across the gateways.
+One engine serves the built-in model behind them; with `--null` it is the null server, which needs no processor time,
+behind a gateway of its own that counts the concurrent requests. Exits with 1 when an answer was truncated without an
+error, a usage record older than a second was lost, a request was counted twice, or a limit did not hold across the
+gateways.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from tests.postgresql import Database, start_database
 from tests.soak.kills import Answer, Clients, compared, free_port
 
 from bedplate.hosting.tenants import add_key
+from bedplate.measure.load.null_server import MODEL, serve_null
 from bedplate.usage_store import VARIABLE, open_usage_store
 
 GATEWAYS = 3
@@ -49,7 +53,8 @@ class GatewayProcess:
     port: int = field(default_factory=free_port)
     process: asyncio.subprocess.Process | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    deaths: list[float] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+    own_ends: list[str] = field(default_factory=list)
     is_over: bool = False
 
     @property
@@ -71,13 +76,16 @@ class GatewayProcess:
                 )
             if self.process.stdout is not None and await self.process.stdout.readline():
                 self.ready.set()
-            await self.process.wait()
-            self.deaths.append(time.time())
+            code = await self.process.wait()
+            if not self.is_over and code != -signal.SIGKILL:
+                self.own_ends.append(f"gateway {self.number} ended by itself with exit code {code}")
             self.ready.clear()
 
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
+            # Its end is noticed later on a busy machine, but it does nothing any more.
             self.process.send_signal(signal.SIGKILL)
+            self.kills.append(time.time())
 
     async def stop(self) -> None:
         self.is_over = True
@@ -148,8 +156,9 @@ class InFlightWatch:
 
 
 async def run_gateways(
-    upstream: str, model: str, database: Database, home: Path, *, seconds: float, kills: int, seed: int
-) -> SharedOutcome:
+    upstream: str, model: str, database: Database, home: Path, *, seconds: float, kills: int, seed: int,
+    null: bool = False,
+) -> SharedOutcome:  # fmt: skip
     """Load on three gateways, and kills at random moments, each when all gateways are ready."""
     dice = random.Random(seed)
     gateways = [GatewayProcess(number, upstream, model, home) for number in range(GATEWAYS)]
@@ -162,6 +171,8 @@ async def run_gateways(
         GatewayClients(one, one.number * share, CLIENTS // GATEWAYS + 1, key, random.Random(seed + one.number))
         for one in gateways
     ]
+    for crowd in crowds:
+        crowd.has_logprobs = not null
     began = time.time()
     done = 0
     try:
@@ -194,11 +205,11 @@ async def run_gateways(
     for gateway, crowd in zip(gateways, crowds, strict=True):
         own = crowd.answers
         sizes = {one.body_bytes for one in own}
-        kept = compared(own, [one for one in records if one.body_bytes in sizes], gateway.deaths[:-1])
+        kept = compared(own, [one for one in records if one.body_bytes in sizes], gateway.kills)
         answers += own
         found += kept.found
         lost += kept.lost
-        wrong += kept.wrong
+        wrong += kept.wrong + gateway.own_ends
     twice = database.execute("SELECT count(*) - count(DISTINCT (gateway, number)) FROM bedplate_requests")
     if twice != [(0,)]:
         wrong.append(f"requests that are stored twice: {twice[0][0]}")
@@ -214,28 +225,46 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--null", action="store_true", help="no engine: the null server answers")
     return parser.parse_args(words)
 
 
-def main() -> int:
+@contextlib.contextmanager
+def serve_upstream(null: bool) -> Iterator[tuple[str, str]]:
+    """The address and the model of an endpoint of bedplate with one engine, or in front of the null server."""
     from tests.conftest import start_serve
 
+    with contextlib.ExitStack() as stack:
+        words: list[str] = []
+        if null:
+            server = stack.enter_context(serve_null(first_ms=100, interval_ms=50))
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            intent = Path(folder) / "upstream.yaml"
+            intent.write_text(f"services: [{{url: '{server.url}/v1', model: {MODEL}}}]\n")
+            words = ["--file", str(intent)]
+        served = start_serve(*words)
+        stack.callback(served.stop)
+        yield served.url, MODEL if null else served.endpoint["model"]
+
+
+def main() -> int:
     options = options_of()
-    with start_database() as database, tempfile.TemporaryDirectory() as folder:
-        served = start_serve()
+    with (
+        start_database() as database,
+        tempfile.TemporaryDirectory() as folder,
+        serve_upstream(options.null) as (url, model),
+    ):
+        # The gateway in front of the null server is not one of those that share a store.
         os.environ[VARIABLE] = database.url
-        try:
-            outcome = asyncio.run(
-                run_gateways(
-                    served.url, served.endpoint["model"], database, Path(folder),
-                    seconds=60 * options.minutes, kills=options.kills, seed=options.seed,
-                )
-            )  # fmt: skip
-        finally:
-            served.stop()
+        outcome = asyncio.run(
+            run_gateways(
+                url, model, database, Path(folder), seconds=60 * options.minutes, kills=options.kills,
+                seed=options.seed, null=options.null,
+            )
+        )  # fmt: skip
     print(outcome.describe())
-    for line in outcome.violations:
-        print(f"violation: {line}")
+    for line, count in Counter(outcome.violations).most_common():
+        print(f"violation ({count}): {line}")
     return bool(outcome.violations)
 
 

@@ -107,18 +107,33 @@ class Kill:
 # answers
 
 
-def judged(status: int, text: str, *, stream: bool, tokens: int) -> Judged:
-    """Checks an answer as the client received it, to its regular end."""
+def judged(status: int, text: str, *, stream: bool, tokens: int, has_logprobs: bool = True) -> Judged:
+    """Checks an answer as the client received it, to its regular end.
+
+    Without log-probabilities, as from the null server, each chunk and each word is a token.
+    """
     if status != 200:
         try:
             error = json.loads(text)["error"]
             return Judged("error", f"HTTP {status} {error['code']}" if error["message"] else "HTTP without a message")
         except (ValueError, KeyError, TypeError):
             return Judged("wrong", f"HTTP {status} without an error object: {text[:200]!r}")
-    return _judge_stream(text, tokens) if stream else _judge_unstreamed(text, tokens)
+    judge = _judge_stream if stream else _judge_unstreamed
+    return judge(text, tokens, _count_logprobs if has_logprobs else _count_words)
 
 
-def _judge_stream(text: str, tokens: int) -> Judged:
+Count = Callable[[dict[str, Any]], int]
+
+
+def _count_logprobs(choice: dict[str, Any]) -> int:
+    return len((choice.get("logprobs") or {}).get("content") or ())
+
+
+def _count_words(choice: dict[str, Any]) -> int:
+    return len(((choice.get("delta") or choice.get("message") or {}).get("content") or "").split())
+
+
+def _judge_stream(text: str, tokens: int, count: Count) -> Judged:
     parts = text.split("\n\n")
     events = [part[6:] for part in parts if part.startswith("data: ")]
     if parts[-1].strip():
@@ -132,25 +147,27 @@ def _judge_stream(text: str, tokens: int) -> Judged:
         return Judged("error", f"event {error['code']}") if error.get("message") else Judged("wrong", str(error))
     if not events or events[-1] != "[DONE]":
         return Judged("cut", f"no [DONE] after {len(events)} events: {text[-200:]!r}")
-    if events.count("[DONE]") > 1 or len({chunk.get("id") for chunk in chunks}) > 1:
+    # The null server's first chunk has its delay as its id.
+    same = chunks if count is _count_logprobs else chunks[1:]
+    if events.count("[DONE]") > 1 or len({chunk.get("id") for chunk in same}) > 1:
         return Judged("wrong", "parts of two answers in one stream")
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     usage = next((chunk["usage"] for chunk in chunks if chunk.get("usage")), None)
-    return _judge_tokens(choices, usage, tokens)
+    return _judge_tokens(choices, usage, tokens, count)
 
 
-def _judge_unstreamed(text: str, tokens: int) -> Judged:
+def _judge_unstreamed(text: str, tokens: int, count: Count) -> Judged:
     try:
         answer = json.loads(text)
     except ValueError:
         return Judged("cut", f"not JSON: {text[-200:]!r}")
-    return _judge_tokens(answer["choices"], answer.get("usage"), tokens)
+    return _judge_tokens(answer["choices"], answer.get("usage"), tokens, count)
 
 
-def _judge_tokens(choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None, tokens: int) -> Judged:
-    """Checks the finish reason, the usage, and the number of tokens that arrived (each has a log-probability)."""
+def _judge_tokens(choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None, tokens: int, count: Count) -> Judged:
+    """Checks the finish reason, the usage, and the number of tokens that arrived."""
     ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-    came = sum(len((choice.get("logprobs") or {}).get("content") or ()) for choice in choices)
+    came = sum(map(count, choices))
     if ends != ["length"]:
         return Judged("cut" if not ends else "wrong", f"finish reasons {ends} after {came} of {tokens} tokens")
     if usage is None or usage["completion_tokens"] != tokens or came != tokens:
@@ -183,6 +200,7 @@ class Clients(Crowd):
     def __init__(self, url: str, model: str, count: int, think_s: float, dice: random.Random) -> None:
         super().__init__(url, model, count, think_s=think_s, limit_s=REQUEST_LIMIT_S)
         self.answers: list[Answer] = []
+        self.has_logprobs = True
         self.on_whole: Callable[[Answer], None] = lambda answer: None
         self._dice = dice
 
@@ -203,7 +221,7 @@ class Clients(Crowd):
             headers = {"Content-Type": "application/json"}
             async with self.session.post(f"{self.url}/chat/completions", data=body, headers=headers) as answer:
                 text = (await answer.read()).decode("utf-8", "replace")
-            found = judged(answer.status, text, stream=stream, tokens=tokens)
+            found = judged(answer.status, text, stream=stream, tokens=tokens, has_logprobs=self.has_logprobs)
         except TimeoutError:
             found = Judged("hung", f"no end after {REQUEST_LIMIT_S:g} s")
         except aiohttp.ClientConnectorError:
@@ -441,7 +459,8 @@ def compared(answers: Iterable[Answer], records: Iterable[ServedRequest], deaths
         ]
         good = [one for one in own if one.outcome == "ok"]
         if answer.judged.outcome != "whole":
-            if good and not _find_next_death(answer.ended_s - 1.0, deaths, 2.0):
+            # The end of a killed process reaches a client late on a busy machine.
+            if good and _find_next_death(answer.sent_s, deaths, answer.ended_s - answer.sent_s + 1.0) is None:
                 kept.wrong.append(f"recorded as answered, but it was not: {answer.judged}")
             continue
         if len(good) > 1:

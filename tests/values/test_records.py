@@ -39,7 +39,7 @@ from bedplate.values import (
 )
 from bedplate.values.portfolio import Placement, Portfolio
 from bedplate.values.result import Result
-from bedplate.values.units import format_memory, format_seconds, format_size
+from bedplate.values.units import format_latency, format_memory, format_seconds, format_size
 
 text = st.text(max_size=20)
 count = st.integers(0, 2**60)
@@ -188,6 +188,11 @@ def test_a_device_need_fits_only_if_its_upper_bound_does() -> None:
 )
 def test_sizes_in_decimal_units(given_bytes: float, shown: str) -> None:
     assert format_size(given_bytes) == shown
+
+
+def test_latencies_of_ten_seconds_and_more_are_not_milliseconds() -> None:
+    written = [format_latency(ms) for ms in (35.1, 9_999, 41_909, 7_260_000)]
+    assert written == ["35.1 ms", "9,999 ms", "41.9 s", "2 h 01 min"]
 
 
 def test_memory_in_binary_units_and_durations() -> None:

@@ -7,7 +7,7 @@ import re
 import stat
 import tarfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bedplate.errors import ExternalFailure
@@ -80,8 +80,19 @@ class ManifestTree:
 
 def find_manifest_problem(bundle: Bundle) -> str | None:
     """Return why the manifest names something outside of the bundle, or the same file twice."""
-    seen: set[str] = set()
+    if problem := find_path_problem(bundle.files):
+        return problem
+    tree = ManifestTree(bundle)
     for file in bundle.files:
+        if file.link is not None and tree.resolve_link(file.path) is None:
+            return f"the link {file.path} leads out of it"
+    return _find_folder_problem(bundle, tree)
+
+
+def find_path_problem(files: Sequence[BundledFile]) -> str | None:
+    """Return which path leads out of the bundle, is listed twice, or is below a file."""
+    seen: set[str] = set()
+    for file in files:
         if not is_plain_path(file.path):
             return f"the path {file.path} leads out of it"
         if (key := _fold(file.path)) in seen:
@@ -89,13 +100,10 @@ def find_manifest_problem(bundle: Bundle) -> str | None:
         if key in (_fold(MANIFEST), _fold(SUMS)) or file.size_bytes < 0:
             return f"its entry for {file.path} is not valid"
         seen.add(key)
-    tree = ManifestTree(bundle)
-    for file in bundle.files:
+    for file in files:
         if blocked := next((above for above in _list_parents(file.path) if _fold(above) in seen), None):
             return f"the path {file.path} is below {blocked}, which is not a folder"
-        if file.link is not None and tree.resolve_link(file.path) is None:
-            return f"the link {file.path} leads out of it"
-    return _find_folder_problem(bundle, tree)
+    return None
 
 
 def _find_folder_problem(bundle: Bundle, tree: ManifestTree) -> str | None:
@@ -115,12 +123,12 @@ def _list_parents(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def list_unlisted(bundle: Bundle, root: Path) -> Iterator[str]:
+def list_unlisted(files: Sequence[BundledFile], root: Path) -> Iterator[str]:
     """Yield every file and link below `root` that the manifest does not list."""
-    listed = {file.path for file in bundle.files} | {MANIFEST, SUMS}
-    for folder, folders, files in os.walk(root):
+    listed = {file.path for file in files} | {MANIFEST, SUMS}
+    for folder, folders, names in os.walk(root):
         above = Path(folder)
-        for name in sorted([*files, *(name for name in folders if (above / name).is_symlink())]):
+        for name in sorted([*names, *(name for name in folders if (above / name).is_symlink())]):
             if (path := (above / name).relative_to(root).as_posix()) not in listed:
                 yield path
 

@@ -100,12 +100,12 @@ class _Contents:
 
     def list_files(self) -> Iterator[tuple[str, Path]]:
         """Yield files sorted by suffix, which compresses better."""
-        found = [(file.relative_to(self.root).as_posix(), file) for file in self.root.rglob("*") if _is_content(file)]
+        found = [(file.relative_to(self.root).as_posix(), file) for file in self.root.rglob("*") if is_content(file)]
         yield from sorted(found, key=lambda one: (one[1].suffix, one[0]))
         yield from self.links
 
 
-def _is_content(file: Path) -> bool:
+def is_content(file: Path) -> bool:
     return file.is_file() and "__pycache__" not in file.parts and file.name not in _OF_THIS_MACHINE
 
 
@@ -157,7 +157,7 @@ def make_target_bundle(request: TargetRequest, progress: Progress | None = None)
         with tempfile.TemporaryDirectory(prefix=prefix, dir=output.parent, ignore_cleanup_errors=True) as holder:
             scratch = Path(holder)
             (root := scratch / "contents").mkdir()
-            download = _PackageDownloader(target, scratch, progress)
+            download = PackageDownloader(target, scratch, progress)
             contents = _Contents(root)
             for engine, version in named:
                 _add_engine(contents, engine, version, overlay, download)
@@ -285,7 +285,7 @@ def _find_overlay_recipe(
 # contents
 
 
-class _PackageDownloader:
+class PackageDownloader:
     """Runs uv for the target's platform."""
 
     def __init__(self, target: BundleTarget, scratch: Path, progress: Progress) -> None:
@@ -353,7 +353,7 @@ class _PackageDownloader:
 
 
 def _add_engine(
-    contents: _Contents, engine: Engine, version: str | None, overlay: _Overlay | None, download: _PackageDownloader
+    contents: _Contents, engine: Engine, version: str | None, overlay: _Overlay | None, download: PackageDownloader
 ) -> None:
     wanted = _find_engine_contents(engine, version, overlay, download.target)
     what = f"{engine.name} {wanted.version}"
@@ -376,7 +376,7 @@ def _add_engine(
     if (capability := download.target.capability) is not None:
         with download.progress.step(f"clearing code for other GPUs in {engine.name}"):
             contents.cleared_bytes += _clear(site, int(capability.replace(".", "")))
-    _note_glibc(contents, site)
+    contents.glibc += list_platforms(site)
     contents.engines.append(
         BundledEngine(
             engine=engine.id,
@@ -385,7 +385,7 @@ def _add_engine(
             path=path,
             place=f"{path}/{wanted.version}-{download.target.name}",
             torch=overlay.torch if overlay is not None else None,
-            packages=tuple(sorted(_list_pins(site))),
+            packages=tuple(sorted(list_pins(site))),
             left_out=tuple(left_out),
             environment=dict(wanted.environment),
             check=wanted.check,
@@ -394,7 +394,7 @@ def _add_engine(
     )
 
 
-def _add_libraries(engine: Engine, download: _PackageDownloader, folder: Path) -> Iterator[str]:
+def _add_libraries(engine: Engine, download: PackageDownloader, folder: Path) -> Iterator[str]:
     """Add libraries that the engine needs if the target's system lacks them."""
     recipe = engine.find_recipe(download.target.device)
     for library in recipe.libraries if recipe is not None else ():
@@ -409,7 +409,14 @@ def _add_libraries(engine: Engine, download: _PackageDownloader, folder: Path) -
         yield library.soname
 
 
-def _add_bedplate(contents: _Contents, download: _PackageDownloader) -> None:
+def _add_bedplate(contents: _Contents, download: PackageDownloader) -> None:
+    site = install_bedplate(download, contents.root / "bedplate")
+    contents.glibc += list_platforms(site)
+    contents.own_packages = tuple(sorted(list_pins(site)))
+
+
+def install_bedplate(download: PackageDownloader, tree: Path, extra: str | None = None) -> Path:
+    """Install bedplate and its dependencies for the target's Python; return the folder of its packages."""
     import bedplate
 
     own = importlib.metadata.distribution("bedplate")
@@ -418,13 +425,12 @@ def _add_bedplate(contents: _Contents, download: _PackageDownloader) -> None:
         wheel = wheels.pack_source(own, Path(bedplate.__file__).parent, folder)
     else:
         wheel = wheels.pack_wheel(own, folder)
-    pins = download.resolve("bedplate", [f"bedplate @ {wheel.as_uri()}"])
-    tree = contents.root / "bedplate"
+    name = f"bedplate[{extra}]" if extra is not None else "bedplate"
+    pins = download.resolve("bedplate", [f"{name} @ {wheel.as_uri()}"])
     site = tree / download.site_packages
     download.install("bedplate", pins, site)
     _arrange(site, tree / "bin")
-    _note_glibc(contents, site)
-    contents.own_packages = tuple(sorted(_list_pins(site)))
+    return site
 
 
 def _add_model(contents: _Contents, model: ModelNamed | None, progress: Progress) -> None:
@@ -486,15 +492,18 @@ def _clear(site: Path, architecture: int) -> int:
     return sum(clear_unused(file, architecture) for file in list(site.rglob("*.so*")) if file.is_file())
 
 
-def _list_pins(site: Path) -> list[str]:
+def list_pins(site: Path) -> list[str]:
     return [wheels.format_pin(one) for one in wheels.find_distributions(site).values()]
 
 
-def _note_glibc(contents: _Contents, site: Path) -> None:
+def list_platforms(site: Path) -> list[str]:
+    """List the packages with the platforms of their wheels, as `find_least_glibc` reads them."""
+    found = []
     for one in wheels.find_distributions(site).values():
         tags = re.findall(r"^Tag:\s*(\S+)\s*$", one.read_text("WHEEL") or "", re.MULTILINE)
         platforms = ".".join(dict.fromkeys(tag.rpartition("-")[2] for tag in tags))
-        contents.glibc.append(f"{one.name}-{platforms}")
+        found.append(f"{one.name}-{platforms}")
+    return found
 
 
 # writing
@@ -535,7 +544,7 @@ class _PieceWriter:
 
 
 def _write(
-    contents: _Contents, target: BundleTarget, piece_bytes: int | None, download: _PackageDownloader, folder: Path
+    contents: _Contents, target: BundleTarget, piece_bytes: int | None, download: PackageDownloader, folder: Path
 ) -> tuple[TargetBundle, str]:
     """Write everything; return the manifest and its hash."""
     files = list(contents.list_files())
@@ -625,7 +634,7 @@ def _make_compressor(scratch: Path, total: int) -> Any:
     return zstandard.ZstdCompressor(compression_params=options)
 
 
-def _add_decompressor(download: _PackageDownloader, folder: Path) -> BundlePiece:
+def _add_decompressor(download: PackageDownloader, folder: Path) -> BundlePiece:
     """Pack the part of zstandard that the target needs to decompress."""
     site = Path(tempfile.mkdtemp(prefix="zstandard-", dir=download.scratch))
     download.install("zstandard", [ZSTANDARD], site)

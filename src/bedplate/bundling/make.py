@@ -5,23 +5,19 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import importlib.metadata
-import io
 import os
 import platform
-import shutil
 import sys
 import sysconfig
-import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from bedplate import _version
 from bedplate.bundling.confinement import find_manifest_problem
 from bedplate.bundling.texts import write_readme, write_serve_script
+from bedplate.bundling.writing import BundleWriter, check_output, measure_bytes, write_atomically
 from bedplate.decide import decide
 from bedplate.decide import plan as plan_decision
 from bedplate.decide.intent import resolve_hardware
@@ -41,12 +37,11 @@ from bedplate.run.prepare import MANIFEST as PREPARED_MANIFEST
 from bedplate.run.prepare import get_prepared_dir
 from bedplate.run.ready import decide_engines, prepare_model
 from bedplate.values import Decision, Hardware, Model, Plan, replace_fields, to_json
-from bedplate.values.bundle import MANIFEST, SUMS, TOP, Bundle, BundledFile, PackedBundle, SiteRequirements
+from bedplate.values.bundle import Bundle, BundledFile, PackedBundle, SiteRequirements
 from bedplate.values.intent import Intent
 from bedplate.values.service import ModelOrder
 from bedplate.values.units import format_size
 
-CHUNK_BYTES = 1 << 20
 ENGINE_PINS, OWN_PINS = "engine-requirements.txt", "bedplate-requirements.txt"
 SLACK_BYTES = 4_000_000
 """Small files and the padding of the archive."""
@@ -107,7 +102,7 @@ def make_bundle(
             "a bundle serves one model, but the intent lists services", hint="name one model: --set model=NAME"
         )
     if output is not None:
-        _check_output(output)
+        check_output(output)
     with tempfile.TemporaryDirectory(prefix="bedplate-bundle-") as scratch:
         load = (
             _collect_for_image(intent, engine)
@@ -117,17 +112,8 @@ def make_bundle(
         if load.recipe is not None:
             load.carried = _download_libraries(engine_by_id(load.plan.engine), load.recipe, Path(scratch), progress)
         output = (output or name_default_output(load.plan)).expanduser().absolute()
-        _check_output(output)
+        check_output(output)
         return _write_bundle(load, output, progress)
-
-
-def _check_output(output: Path) -> None:
-    if output.exists() or output.is_symlink():
-        raise UsageError(f"{output} already exists", hint="name another path with -o, or remove it")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(
-            f"the folder {output.absolute().parent} does not exist", hint="create it, or name another with -o"
-        )
 
 
 # contents
@@ -262,101 +248,6 @@ def _download_libraries(
 # writing
 
 
-class _Sink(Protocol):
-    def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None: ...
-
-    def link(self, path: str, to: str) -> None: ...
-
-
-class _FolderSink:
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None:
-        file = self._root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("xb") as out:
-            shutil.copyfileobj(source, out, CHUNK_BYTES)
-        file.chmod(mode)
-
-    def link(self, path: str, to: str) -> None:
-        (self._root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self._root / path).symlink_to(to)
-
-
-class _ArchiveSink:
-    def __init__(self, archive: tarfile.TarFile) -> None:
-        self._archive = archive
-
-    def write(self, path: str, size_bytes: int, source: BinaryIO, mode: int) -> None:
-        info = self._make_info(path)
-        info.size, info.mode = size_bytes, mode
-        self._archive.addfile(info, source)
-
-    def link(self, path: str, to: str) -> None:
-        info = self._make_info(path)
-        info.type, info.linkname = tarfile.SYMTYPE, to
-        self._archive.addfile(info)
-
-    @staticmethod
-    def _make_info(path: str) -> tarfile.TarInfo:
-        return tarfile.TarInfo(f"{TOP}/{path}")
-
-
-class _HashingReader(io.RawIOBase):
-    """A file that computes its hash and size while it is read."""
-
-    def __init__(self, file: BinaryIO, tell: Callable[[int], None]) -> None:
-        self._file, self._tell = file, tell
-        self.hash, self.count = hashlib.sha256(), 0
-
-    def read(self, count: int = -1) -> bytes:
-        data = self._file.read(count)
-        self.hash.update(data)
-        self.count += len(data)
-        self._tell(len(data))
-        return data
-
-
-class _BundleWriter:
-    """Adds files and collects their manifest entries."""
-
-    def __init__(self, sink: _Sink, tell: Callable[[int], None], note: Callable[[str], None]) -> None:
-        self._sink, self._tell, self._done = sink, tell, 0
-        self.note = note
-        self.files: list[BundledFile] = []
-
-    def report(self, count: int) -> None:
-        self._done += count
-        self._tell(self._done)
-
-    def add_file(self, path: str, source: Path, *, silent: bool = False) -> BundledFile:
-        before = source.stat()
-        with source.open("rb") as opened:
-            reading = _HashingReader(opened, (lambda count: None) if silent else self.report)
-            self._sink.write(path, before.st_size, reading, 0o755 if before.st_mode & 0o111 else 0o644)  # type: ignore[arg-type]
-        if reading.count != before.st_size:
-            raise ExternalFailure(
-                f"{source} changed while it was packed", hint="try again when no process writes to it"
-            )
-        return self._record(BundledFile(path=path, size_bytes=reading.count, sha256=reading.hash.hexdigest()))
-
-    def add_text(self, path: str, text: str, *, listed: bool = True) -> None:
-        data = text.encode()
-        mode = 0o755 if text.startswith("#!") else 0o644
-        self._sink.write(path, len(data), io.BytesIO(data), mode)
-        if listed:
-            self._record(BundledFile(path=path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-
-    def link(self, path: str, to: str) -> None:
-        self._sink.link(path, to)
-        self._record(BundledFile(path=path, link=to))
-
-    def _record(self, file: BundledFile) -> BundledFile:
-        self.files.append(file)
-        return file
-
-
 def _write_bundle(load: BundleContents, output: Path, progress: Progress) -> PackedBundle:
     total = load.size_bytes
     largest = max((_get_wheel_bytes(one) for one in load.distributions), default=0)
@@ -365,35 +256,14 @@ def _write_bundle(load: BundleContents, output: Path, progress: Progress) -> Pac
         f"packing {load.plan.model.name} and {load.image or load.plan.engine}, {format_size(total)} at most, to "
         f"{output}"
     )
-    for leftover in output.parent.glob(f".making-{output.name}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix=f".making-{output.name}-", dir=output.parent, ignore_cleanup_errors=True
-        ) as holder:
-            staging = Path(holder) / "bundle"
-            with progress.step("packing", total) as tell, _open_sink(output, staging) as sink:
-                bundle, manifest_sha256 = _fill_bundle(load, _BundleWriter(sink, tell, progress.note), Path(holder))
-            staging.chmod(0o644 if staging.is_file() else 0o755)
-            staging.rename(output)
-    except OSError as error:
-        hint = "free some disk space, or name another path with -o"
-        raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
-    size = _measure_bytes(output)
+    bundle, manifest_sha256 = write_atomically(
+        output, total, progress, lambda writer, scratch: _fill_bundle(load, writer, scratch)
+    )
+    size = measure_bytes(output)
     return PackedBundle(path=str(output), size_bytes=size, manifest_sha256=manifest_sha256, bundle=bundle)
 
 
-@contextmanager
-def _open_sink(output: Path, staging: Path) -> Iterator[_Sink]:
-    if output.suffix == ".tar":
-        with tarfile.open(staging, "x:", format=tarfile.PAX_FORMAT) as archive:
-            yield _ArchiveSink(archive)
-    else:
-        staging.mkdir()
-        yield _FolderSink(staging)
-
-
-def _fill_bundle(load: BundleContents, writer: _BundleWriter, scratch: Path) -> tuple[Bundle, str]:
+def _fill_bundle(load: BundleContents, writer: BundleWriter, scratch: Path) -> tuple[Bundle, str]:
     """Write everything; return the manifest and its hash."""
     packed = {wheels.format_pin(one): _pack_package(one, writer, scratch) for one in load.distributions}
     for path, file in load.model_files:
@@ -439,20 +309,10 @@ def _fill_bundle(load: BundleContents, writer: _BundleWriter, scratch: Path) -> 
     bundle = replace_fields(bundle, files=tuple(writer.files))
     if problem := find_manifest_problem(bundle):
         raise NotPossible(f"the bundle cannot be packed: {problem}", hint="rename this file")
-    manifest = to_json(bundle) + "\n"
-    manifest_sha256 = hashlib.sha256(manifest.encode()).hexdigest()
-    writer.add_text(SUMS, write_sums(bundle, manifest_sha256), listed=False)
-    writer.add_text(MANIFEST, manifest, listed=False)
-    return bundle, manifest_sha256
+    return bundle, writer.add_manifest(to_json(bundle))
 
 
-def write_sums(bundle: Bundle, manifest_sha256: str) -> str:
-    """Write the list that `sha256sum --check` reads: every file, and the manifest."""
-    sums = [f"{one.sha256}  {one.path}\n" for one in bundle.files if one.link is None]
-    return "".join([*sums, f"{manifest_sha256}  {MANIFEST}\n"])
-
-
-def _pack_package(one: importlib.metadata.Distribution, writer: _BundleWriter, scratch: Path) -> BundledFile:
+def _pack_package(one: importlib.metadata.Distribution, writer: BundleWriter, scratch: Path) -> BundledFile:
     before = 0
 
     def tell(done: int) -> None:
@@ -488,11 +348,6 @@ def get_recipe_packages(engine: Engine, plan: Plan) -> tuple[str, ...]:
 
 def _get_wheel_bytes(one: importlib.metadata.Distribution) -> int:
     return wheels.measure_wheel_bytes(one)
-
-
-def _measure_bytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 
 def _get_minor_version(version: str) -> str:

@@ -16,8 +16,9 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
 
+from bedplate.bundling.cluster_texts import BUILT, CARRIED, FETCHED
 from bedplate.bundling.confinement import (
     MALFORMED,
     PREPARED,
@@ -25,12 +26,14 @@ from bedplate.bundling.confinement import (
     check_pins,
     find_file_problem,
     find_manifest_problem,
+    find_path_problem,
     list_members,
     list_unlisted,
     make_unsafe_bundle,
 )
 from bedplate.bundling.install import find_manifest_problem as find_target_problem
-from bedplate.bundling.make import ENGINE_PINS, get_recipe_packages, write_sums
+from bedplate.bundling.make import ENGINE_PINS, get_recipe_packages
+from bedplate.bundling.writing import write_sums
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.home import check_free_space, ensure_writable, get_home, hold_lock, make_disk_failure
@@ -42,7 +45,7 @@ from bedplate.run.uv import WheelFolder, install_only_from
 from bedplate.run.wheels import parse_glibc_version
 from bedplate.store import compute_fingerprint
 from bedplate.values import Hardware, Model, Plan, from_json, replace_fields
-from bedplate.values.bundle import MANIFEST, SUMS, Bundle, BundledFile, TargetBundle
+from bedplate.values.bundle import MANIFEST, SUMS, Bundle, BundledFile, ClusterBundle, TargetBundle
 from bedplate.values.service import Order
 from bedplate.values.units import format_size
 
@@ -122,11 +125,14 @@ def _describe_hardware(hardware: Hardware) -> str:
 # opening
 
 
+B = TypeVar("B", Bundle, ClusterBundle)
+
+
 @dataclass(frozen=True)
-class _Manifest:
+class _Manifest(Generic[B]):
     """A manifest that names nothing outside of its bundle."""
 
-    bundle: Bundle
+    bundle: B
     raw: bytes
 
     @property
@@ -139,9 +145,13 @@ def read_bundle(path: Path, sha256: str | None = None) -> Bundle:
     return _read_manifest(path.expanduser(), sha256).bundle
 
 
-def _read_manifest(path: Path, sha256: str | None) -> _Manifest:
+def _read_manifest(path: Path, sha256: str | None) -> _Manifest[Bundle]:
     raw = _read_raw_manifest(path, sha256)
-    if _is_for_target(raw):
+    if _has_schema(raw, "cluster-bundle"):
+        raise NotPossible(
+            f"{path} is for a cluster and cannot be served here", hint="its README.txt has the steps: push.sh, apply.sh"
+        )
+    if _has_schema(raw, "target-bundle"):
         raise NotPossible(
             f"{path} must be installed before it can be served",
             hint=f"run python3 {path / 'install.py'}, which prints the serve command",
@@ -190,8 +200,8 @@ def _parse_sha256(text: str) -> str:
     return text.lower()
 
 
-def _is_for_target(raw: bytes) -> bool:
-    return re.match(rb'\s*\{\s*"schema"\s*:\s*"target-bundle/', raw) is not None
+def _has_schema(raw: bytes, name: str) -> bool:
+    return re.match(rb'\s*\{\s*"schema"\s*:\s*"%s/' % name.encode(), raw) is not None
 
 
 class _Archive:
@@ -295,13 +305,22 @@ def check_site(bundle: Bundle) -> None:
         )
 
 
-def check_files(manifest: _Manifest, root: Path, progress: Progress | None = None, *, reread: bool = False) -> None:
+def check_files(
+    manifest: _Manifest[B],
+    root: Path,
+    progress: Progress | None = None,
+    *,
+    reread: bool = False,
+    allowed: tuple[str, ...] = (),
+) -> None:
     """Compare every file below `root` with the manifest, and refuse files that it does not list.
 
-    A file that passed is hashed again only if its size or time changes, or with `reread`.
+    A file that passed is hashed again only if its size or time changes, or with `reread`. Paths that begin with
+    `allowed` need not be listed.
     """
     bundle = manifest.bundle
-    wrong = [f"{path} is not in the manifest" for path in list_unlisted(bundle, root)]
+    unlisted = [path for path in list_unlisted(bundle.files, root) if not path.startswith(allowed)]
+    wrong = [f"{path} is not in the manifest" for path in unlisted]
     wrong += _find_sums_problem(manifest, root)
     done = 0
     with (progress or SilentProgress()).step("checking the bundle", bundle.size_bytes) as tell:
@@ -317,12 +336,12 @@ def check_files(manifest: _Manifest, root: Path, progress: Progress | None = Non
     )
 
 
-def _find_sums_problem(manifest: _Manifest, root: Path) -> list[str]:
+def _find_sums_problem(manifest: _Manifest[B], root: Path) -> list[str]:
     """Compare SHA256SUMS, which no entry lists because it contains the manifest's own hash."""
     path = root / SUMS
     if not path.is_symlink() and not path.exists():
         return []
-    expected = write_sums(manifest.bundle, manifest.sha256).encode()
+    expected = write_sums(manifest.bundle.files, manifest.sha256).encode()
     listed = BundledFile(path=SUMS, size_bytes=len(expected), sha256=hashlib.sha256(expected).hexdigest())
     why = _find_damage(listed, root, reread=True)
     return [f"{SUMS} {why}"] if why is not None else []
@@ -352,7 +371,7 @@ def _find_damage(file: BundledFile, root: Path, *, reread: bool) -> str | None:
     return None if found == file.sha256 else "has a different sha256"
 
 
-def _unpack_archive(path: Path, manifest: _Manifest, progress: Progress) -> Path:
+def _unpack_archive(path: Path, manifest: _Manifest[Bundle], progress: Progress) -> Path:
     """Unpack an archive into bedplate's home. The manifest is written last and marks a complete folder."""
     bundle = manifest.bundle
     root = get_home() / "bundles" / manifest.sha256[:16]
@@ -422,15 +441,20 @@ def _link_prepared(bundle: Bundle, root: Path) -> None:
             shutil.copyfile(source / PREPARED_MANIFEST, folder / PREPARED_MANIFEST)
 
 
-def check_bundle(path: Path, progress: Progress | None = None, sha256: str | None = None) -> Bundle | TargetBundle:
+def check_bundle(
+    path: Path, progress: Progress | None = None, sha256: str | None = None
+) -> Bundle | TargetBundle | ClusterBundle:
     """Read every file of a bundle, compare it with the manifest, and return the manifest.
 
     Files that the manifest does not list are refused. With `sha256`, the manifest must have this hash.
     """
     path = path.expanduser().absolute()
     progress = progress or SilentProgress()
-    if (path / MANIFEST).is_file() and _is_for_target(raw := _read_raw_manifest(path, sha256)):
+    raw = _read_raw_manifest(path, sha256)
+    if path.is_dir() and _has_schema(raw, "target-bundle"):
         return _check_pieces(path, raw, progress)
+    if _has_schema(raw, "cluster-bundle"):
+        return _check_cluster_bundle(path, raw, progress)
     manifest = _read_manifest(path, sha256)
     if path.is_dir():
         check_files(manifest, path, progress, reread=True)
@@ -439,14 +463,14 @@ def check_bundle(path: Path, progress: Progress | None = None, sha256: str | Non
     return manifest.bundle
 
 
-def _check_archive(path: Path, manifest: _Manifest, progress: Progress) -> None:
+def _check_archive(path: Path, manifest: _Manifest[B], progress: Progress) -> None:
     bundle = manifest.bundle
     done = 0
     try:
         with _Archive(path) as archive, progress.step("checking", bundle.size_bytes) as tell:
             listed = {file.path for file in bundle.files} | {MANIFEST, SUMS}
             wrong = [f"{one} is not in the manifest" for one in archive.members if one not in listed]
-            sums = write_sums(bundle, manifest.sha256).encode()
+            sums = write_sums(bundle.files, manifest.sha256).encode()
             if SUMS in archive.members and archive.open_file(SUMS).read(len(sums) + 1) != sums:
                 wrong.append(f"{SUMS} does not match the manifest")
             for file in bundle.files:
@@ -457,6 +481,21 @@ def _check_archive(path: Path, manifest: _Manifest, progress: Progress) -> None:
     except (*MALFORMED, OSError) as error:
         raise ExternalFailure(f"{path} is damaged", cause=str(error), hint="copy it again") from error
     _refuse_damaged(wrong, len(bundle.files), f"copy {path} again")
+
+
+def _check_cluster_bundle(path: Path, raw: bytes, progress: Progress) -> ClusterBundle:
+    """Check what was packed; what `fetch.sh` adds has hashes of its own."""
+    bundle = from_json(ClusterBundle, raw, str(path))
+    link = next((f"{file.path} is a link" for file in bundle.files if file.link is not None), None)
+    if problem := link or find_path_problem(bundle.files):
+        raise make_unsafe_bundle(path, problem)
+    manifest = _Manifest(bundle, raw)
+    if path.is_dir():
+        later = (f"{one.folder}/" for one in bundle.models if one.size_bytes is None)
+        check_files(manifest, path, progress, reread=True, allowed=(f"{CARRIED}/", f"{BUILT}/", FETCHED, *later))
+    else:
+        _check_archive(path, manifest, progress)
+    return bundle
 
 
 def _check_pieces(path: Path, raw: bytes, progress: Progress) -> TargetBundle:

@@ -19,7 +19,7 @@ from bedplate.measure.gpu_reservation import WAIT_S
 from bedplate.measure.results import read_result
 from bedplate.measure.summary import summarize_cell
 from bedplate.progress import Progress, SilentProgress
-from bedplate.run.environments import resolve_version
+from bedplate.run.environments import require_release, resolve_version
 from bedplate.values.gate import GateEngine, GateResult, StoredFigure
 from bedplate.values.run import Cell, GateSide, Load, Role, Run, Subject
 from bedplate.values.verdict import TOLERANCE, MetricName
@@ -169,6 +169,8 @@ def find_baseline(named: str, machine: str, *, own_loads: bool = True, path: Pat
     if subject.build == "native" and not get_engine(full).is_native:
         notes.append("the stored baseline is another native build; the packaged engine is measured")
         full = subject.engine
+    elif subject.build != "native":
+        full = require_release(subject.engine, subject.engine_version)
     settings = subject.settings if is_local and own_loads and full != subject.engine else None
     return GateBaseline(
         engine=full,

@@ -670,6 +670,8 @@ def replace_decision(one: ModelDecision, decision: Decision) -> ModelDecision:
         raise UsageError(f"the plan is for {decision.engine}, not for {one.plan.engine}")
     need = count_need(decision, one.hardware.accelerators)
     part = dataclasses.replace(one.part, decision=decision, needs=tuple(need for _ in one.part.needs))
+    if decision.settings is not None and decision.settings.cards and len(part.needs) == 1:
+        part = dataclasses.replace(part, cards=(decision.settings.cards,))
     return dataclasses.replace(one, part=part, plan=plan_of(decision, one.facts, part.workload))
 
 

@@ -43,6 +43,7 @@ from bedplate.changing.shadow_elsewhere import REHEARSED, UNKNOWN_ELSEWHERE, pro
 from bedplate.changing.shadow_mirror import REQUEST_LIMIT_S, MeasuredSides, RequestMirror
 from bedplate.changing.standstill import EnginePauser
 from bedplate.decide.placement import Need, count_need
+from bedplate.engines.visible import pick_cards, show_cards
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.judge.compare import compare
 from bedplate.measure.answers import AnswerBasis, EngineAddress, check_challenger, collect_basis, warm_up_engine
@@ -53,7 +54,7 @@ from bedplate.measure.load.preparing import PreparedEndpoint
 from bedplate.measure.load.separate_process import MeasureCall, ProcessMessage, make_error, start_generator
 from bedplate.measure.moments import format_now, make_run_id
 from bedplate.run.prepare import hash_model_content
-from bedplate.run.ready import PreparedModel, decide_engines, prepare_model, select_accelerators
+from bedplate.run.ready import PreparedModel, decide_engines, prepare_model
 from bedplate.run.starting import EngineStart
 from bedplate.store import compute_fingerprint
 from bedplate.usage_store import open_usage_store
@@ -256,7 +257,7 @@ class ShadowRun:
         need = count_need(one.decision, hardware.accelerators)
         device = ready.plan.settings.device
         live = list_devices(device, need).isdisjoint(taken)
-        return ready, need, select_accelerators(device, list_cards(need)), live
+        return ready, need, show_cards(device, pick_cards(hardware, list_cards(need))), live
 
     async def _start_reference(self, ours: list[HostedEngine]) -> HostedEngine:
         """Start a second copy of the incumbent, so that measurements do not touch its cache and queue.

@@ -35,11 +35,14 @@ class RemoteChallenger(NamedTuple):
 
 
 async def probe_url(url: str, key: str | None, served_model: str | None, engine: str) -> RemoteChallenger:
-    """Probe the endpoint with a few small requests. Raises if it does not answer or reports another engine."""
+    """Probe the endpoint with a few small requests. Raises if it does not answer or reports another engine.
+
+    `engine`: an engine, or the name of the endpoint, whose engine may be any.
+    """
     target = LoadTarget.from_url(url, key=key, model=served_model)
     prepared = await prepare(target, REHEARSED)
     reported, version = parse_engine(await _read_model_list(target), prepared.model)
-    if reported is not None and reported != engine:
+    if reported is not None and engine not in (reported, target.name):
         raise UsageError(f"{prepared.model} at {target.url} is served by {reported}, not by {engine}")
     where = EngineAddress(target.url, target.key, prepared.model)
     return RemoteChallenger(where, target.url, engine, version, prepared.fields)

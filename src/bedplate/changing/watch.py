@@ -341,7 +341,7 @@ def list_release_notes(found: Outlook, now: WatchState, upgrade: bool) -> list[s
     elif not upgrade:
         notes.append(
             f"{candidate.package} {candidate.release} is newer than {candidate.present}, which is in service; "
-            "--upgrade installs it beside and compares both"
+            "--upgrade installs it side by side and compares both"
         )
     pins = {
         known[0]: known[1]
@@ -353,7 +353,7 @@ def list_release_notes(found: Outlook, now: WatchState, upgrade: bool) -> list[s
         for package, version in now.releases.items()
         if package in pins and is_newer(version, pins[package])
     ]
-    return [*notes, *(f"no look for new releases of {package}: {why}" for package, why in now.no_answer.items())]
+    return [*notes, *(f"new releases of {package} are unknown: {why}" for package, why in now.no_answer.items())]
 
 
 def _migrate(record: ServiceRecord, asked: WatchOptions, done: WatchEvaluation, engine: str) -> WatchEvaluation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,12 +83,12 @@ PANELS: dict[str, tuple[ModuleType, ...]] = {
 EXAMPLES = """Examples:
 
 \b
-  bedplate run                       chat with the built-in model in this terminal
-  bedplate serve                     the built-in model behind an OpenAI-compatible endpoint
-  bedplate serve model.gguf          any GGUF file, or one in the Hugging Face, Ollama or LM Studio cache
-  bedplate plan model.gguf           which engine and why, without running anything
-  bedplate models                    the models that this machine can run
-  bedplate probe --json              this machine as JSON, for other programs
+  bedplate run                 chat with the built-in model in this terminal
+  bedplate serve               the built-in model behind an OpenAI-compatible API
+  bedplate serve model.gguf    any GGUF file, or a model in the cache of the hub
+  bedplate plan model.gguf     which engine and why, without running anything
+  bedplate models              the models that this machine can run
+  bedplate probe --json        this machine as JSON, for other programs
 
 Exit codes: 0 done; 1 not possible; 2 usage error; 3 external failure."""
 
@@ -109,6 +110,38 @@ class _ArgumentWithHelp(TyperArgument):
 
 
 typer.main.TyperArgument = _ArgumentWithHelp  # type: ignore[attr-defined]
+
+
+def _parse_finite(text: Any) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+# click's ranges accept nan, since it is neither below nor above their limits.
+click.types.FloatParamType._number_class = staticmethod(_parse_finite)  # type: ignore[assignment]
+
+
+class ExampleFormatter(click.HelpFormatter):
+    """Keeps examples within the width: a note that does not fit goes below its command, and long commands continue."""
+
+    def write_text(self, text: str) -> None:
+        width = self.width - self.current_indent
+        super().write_text("\n".join(_fit_example(line, width) for line in text.split("\n")))
+
+
+def _fit_example(line: str, width: int) -> str:
+    if len(line) <= width or not line.startswith("  "):
+        return line
+    command, gap, note = line.strip().partition("   ")
+    if gap:
+        return f"{_fit_example(f'  {command}', width)}\n      {note.strip()}"
+    end = max(line.rfind(start, 8, width - 2) for start in (" -", " > ", " bedplate "))
+    return f"{line[:end]} \\\n{_fit_example(f'      {line[end + 1 :]}', width)}" if end > 0 else line
+
+
+click.Context.formatter_class = ExampleFormatter
 
 
 class GroupedVerbs(TyperGroup):

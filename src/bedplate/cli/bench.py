@@ -25,7 +25,7 @@ from bedplate.cli.options import (
 
 if TYPE_CHECKING:
     from bedplate.measure.exchange import Form
-    from bedplate.values.run import Run
+    from bedplate.values.run import MeasuredEndpoint, Run
 
 EXAMPLES = """Examples:
 
@@ -39,6 +39,8 @@ EXAMPLES = """Examples:
   bedplate bench --structured --concurrency 1
   bedplate bench --url http://127.0.0.1:8000 --concurrency 1,8
   bedplate bench --url https://api.example.com/v1 --key-env API_KEY --model gpt-x
+  bedplate bench --engines llama.cpp,https://gpu-2.example.com/v1 --key-env API_KEY
+  bedplate bench -f services.yaml
   bedplate bench --price-per-hour 2.5 --electricity-price 0.3
   bedplate bench --resume last
   bedplate bench --csv -o rows.csv
@@ -63,7 +65,8 @@ def bench(
         str,
         typer.Option(
             metavar="IDS",
-            help="Engine ids, comma-separated, each ID or ID@VERSION; `all` installs every engine that can run here.",
+            help="Engines, comma-separated: ID, ID@VERSION, or the URL of an endpoint elsewhere that serves the same "
+            "model; `all` installs every engine that can run here.",
         ),
     ] = "installed",
     concurrency: Annotated[
@@ -149,12 +152,15 @@ def bench(
     ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Environment variable that holds the API key of --url.", show_default=False),
+        typer.Option(metavar="NAME", help="Environment variable that holds the API key of URLs.", show_default=False),
     ] = None,
     served_model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME", help="Model name at --url. Default: the first that it lists.", show_default=False
+            "--model",
+            metavar="NAME",
+            help="Model name at the URLs. Default: the first that they list.",
+            show_default=False,
         ),
     ] = None,
     through_gateway: Annotated[
@@ -211,15 +217,25 @@ def bench(
         _import_run(import_file, form, output)
         return
     from bedplate.cli.terminal import make_console
+    from bedplate.errors import UsageError
     from bedplate.measure.bench import BenchStopped
     from bedplate.measure.bench import bench as measure
-    from bedplate.measure.questions import choose_scenario, parse_engines, parse_loads, parse_target
+    from bedplate.measure.questions import choose_scenario, is_url, parse_engines, parse_loads, parse_target
     from bedplate.measure.replays import has_trace_sessions
     from bedplate.show.bench import choose_view
+    from bedplate.values.run import MeasuredEndpoint
     from bedplate.values.units import parse_duration
 
-    asked = parse_engines(engines)
-    named = asked if isinstance(asked, str) else tuple(dict.fromkeys(parse_engine_and_version(one) for one in asked))
+    wanted = parse_engines(engines)
+    if not isinstance(wanted, str):
+        wanted = tuple(one if is_url(one) else parse_engine_and_version(one) for one in wanted)
+    named, asked, endpoints = _read_subjects(file, wanted)
+    if url is None and (key_env is not None or served_model is not None) and not any(map(is_url, asked)):
+        raise UsageError("--key-env and --model need a URL", hint="list the URL in --engines")
+    if not isinstance(asked, str):
+        elsewhere = (one for one in asked if is_url(one))
+        endpoints += tuple(MeasuredEndpoint(url=one, key_env=key_env, served_model=served_model) for one in elsewhere)
+        asked = tuple(dict.fromkeys(one for one in asked if not is_url(one)))
     chosen, replaced = (
         (None, ()) if scenario is None else choose_scenario(scenario, prompt_tokens, output_tokens, shared_prefix)
     )
@@ -246,8 +262,9 @@ def bench(
     with teller:
         try:
             run = measure(
-                model if model is not None or file is None else _read_model_name(file),
-                engines=named,
+                model if model is not None else named,
+                engines=asked,
+                endpoints=endpoints,
                 loads=loads,
                 url=url,
                 key_env=key_env,
@@ -279,18 +296,33 @@ def bench(
         raise typer.Exit(130)
 
 
-def _read_model_name(file: Path) -> str | None:
-    """The model that an intent names. Its workload is not used: `bench` has options for the load."""
+def _read_subjects(
+    file: Path | None, engines: tuple[str, ...] | str
+) -> tuple[str | None, tuple[str, ...] | str, tuple[MeasuredEndpoint, ...]]:
+    """The model, engines and endpoints of an intent. Its workload is not used: `bench` has options for the load."""
     from bedplate.decide.intent import read_intent
     from bedplate.errors import UsageError
+    from bedplate.values.run import MeasuredEndpoint
 
+    if file is None:
+        return None, engines, ()
     intent = read_intent(file)
-    if intent.services:
-        raise UsageError("bench measures one model, and the intent has services", hint="bedplate bench MODEL")
-    named = intent.model
-    if isinstance(named, dict):
+    local = [one for one in intent.services if one.url is None]
+    models = [one.model for one in local] if intent.services else [intent.model]
+    if any(isinstance(one, dict) for one in models):
         raise UsageError("model: a described model cannot be measured", hint="name a file, a folder or owner/name")
-    return named
+    names = list(dict.fromkeys(one for one in models if not isinstance(one, dict)))
+    if len(names) > 1:
+        raise UsageError("bench measures one model, and the services have several", hint="bedplate bench MODEL")
+    endpoints = tuple(
+        MeasuredEndpoint(url=one.url, key_env=one.key_env, served_model=one.model)
+        for one in intent.services
+        if one.url is not None and isinstance(one.model, str)
+    )
+    if engines == "installed" and intent.services:
+        named = tuple(dict.fromkeys(one.engine for one in local if one.engine is not None))
+        engines = named or (engines if local else ())
+    return (names[0] if names else None), engines, endpoints
 
 
 def _choose_form(*, json: bool, csv: bool, jsonl: bool, output: Path | None) -> Form | None:
@@ -323,15 +355,11 @@ def _find_bottlenecks(run: Run) -> dict[str, str]:
 
 
 def _import_run(path: Path, form: Form | None, output: Path | None) -> None:
-    from bedplate import store
     from bedplate.cli.terminal import make_console
-    from bedplate.measure.imports import read_run
+    from bedplate.measure.results import import_result
     from bedplate.show.bench import render_run
 
-    run = read_run(path)
-    store.add_run(run)
-    for cell in run.cells:
-        store.add_cell(cell)
+    run = import_result(path).run
     if form is None or output is not None:
         make_console().print(render_run(run))
     _finish(run, form, output)

@@ -29,11 +29,13 @@ EXAMPLES = """Examples:
   bedplate bundle model.gguf --engine llama.cpp -o chat.tar
   bedplate bundle -f bedplate.yaml -o /media/stick/chat
   bedplate bundle --check chat.tar
+  bedplate bundle -f platform.yaml --for kubernetes --base python -o site
   bedplate bundle --for linux-x86_64-cuda13 --python 3.12 --engine vllm@0.26.0 \\
       --overlay torch==2.11.0 --capability 9.0 --pieces 48M -o h200
 
 Then, at the site: tar xf chat.tar && ./bedplate-bundle/serve, or bedplate serve --bundle chat.tar.
-With --for, on the target: python3 h200/install.py."""
+With --for linux-…, on the target: python3 h200/install.py.
+With --for kubernetes: ./fetch.sh with network access; at the site ./push.sh and ./apply.sh."""
 
 
 def bundle(
@@ -81,7 +83,7 @@ def bundle(
         typer.Option(
             "--for",
             metavar="TARGET",
-            help="Pack for another platform, such as linux-x86_64-cuda13 or linux-aarch64-cpu.",
+            help="Pack for another platform, such as linux-x86_64-cuda13, or for a cluster: kubernetes, dynamo or ray.",
             show_default=False,
         ),
     ] = None,
@@ -113,6 +115,15 @@ def bundle(
         str | None,
         typer.Option(metavar="PARTS", help="With --for: leave out engine, model or bedplate.", show_default=False),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="With --for kubernetes: the base of the gateway's image, an OCI layout or an archive of a root "
+            "file system.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Pack an engine, a model and bedplate for an air-gapped site.
@@ -127,8 +138,12 @@ def bundle(
     from bedplate.values import to_json
 
     only_for = {"python": python, "overlay": overlay, "capability": capability, "pieces": pieces, "without": without}
-    if target is None and (given := [f"--{name}" for name, value in only_for.items() if value is not None]):
-        raise UsageError(f"{given[0]} needs --for", hint="for example --for linux-x86_64-cuda13")
+    for_cluster = target in ("kubernetes", "dynamo", "ray")
+    if (target is None or for_cluster) and (given := [name for name, value in only_for.items() if value is not None]):
+        where = "a machine" if for_cluster else "a target"
+        raise UsageError(f"--{given[0]} needs --for with {where}", hint="for example --for linux-x86_64-cuda13")
+    if base is not None and not for_cluster:
+        raise UsageError("--base needs --for with a cluster", hint="--for kubernetes, dynamo or ray")
     if manifest_sha256 is not None and check is None:
         raise UsageError("--manifest-sha256 needs --check", hint="bedplate bundle --check PATH --manifest-sha256 HASH")
     if check is not None:
@@ -137,6 +152,17 @@ def bundle(
         found = check_bundle(check, TerminalProgress(), manifest_sha256)
         shown = render_checked(check, found, manifest_sha256 is not None)
         value = to_json(found)
+    elif target is not None and for_cluster:
+        from bedplate.bundling.for_cluster import ClusterRequest, make_cluster_bundle
+        from bedplate.show.bundle import render_packed_for_cluster
+
+        named = parse_engine(engine) if engine is not None else None
+        intent = build_intent(
+            file, fields, model=model, hardware=hardware, users=users, concurrency=concurrency, context=context,
+            prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        )  # fmt: skip
+        carried = make_cluster_bundle(ClusterRequest(intent, target, named, base, output), TerminalProgress())
+        shown, value = render_packed_for_cluster(carried), to_json(carried)
     elif target is not None:
         from bedplate.bundling.for_target import TargetRequest, make_target_bundle
         from bedplate.values.units import parse_size

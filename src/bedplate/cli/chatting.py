@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Iterator
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 from rich.text import Text
 
 from bedplate.cli.terminal import make_console, show_error
 from bedplate.errors import BedplateError
-from bedplate.hosting.chat import ChatSession
+from bedplate.hosting.chat import ChatSession, Tell, TextKind
 from bedplate.values.chat import ChatAnswer
 from bedplate.values.quoting import escape_controls
 from bedplate.values.units import format_figure, format_memory, format_seconds
@@ -35,7 +39,10 @@ def chat(conversation: ChatSession) -> None:
         sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(ImportError):
         # `input` uses it to edit lines and to recall earlier ones. They are kept in memory only.
-        import readline  # noqa: F401
+        import readline
+
+        # A pasted text of several lines is one message. Python switches this off, because its own prompt needs lines.
+        readline.parse_and_bind("set enable-bracketed-paste on")
     engine = f" on {conversation.engine}" if conversation.engine else ""
     out.print(Text.assemble(" ", (conversation.model, "bold"), f"{engine} at {conversation.url}"), soft_wrap=True)
     out.print(Text(" /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends", style="dim"))
@@ -86,13 +93,52 @@ def _run_command(text: str, conversation: ChatSession, last: ChatAnswer | None, 
     return last
 
 
-def _answer(conversation: ChatSession, text: str, out: Console) -> ChatAnswer | None:
-    def tell(piece: str, kind: str) -> None:
-        style = "dim" if kind == "reasoning" else ""
-        out.print(Text(escape_controls(piece, keep="\n\t"), style=style), end="", soft_wrap=True)
+class WordWrap:
+    """Wraps streamed text between words: a word that reaches the edge is erased, and begins the next line."""
 
+    def __init__(self) -> None:
+        self._column, self._word = 0, ""
+
+    def split(self, piece: str, width: int) -> Iterator[str | int]:
+        """Text to write, and numbers of cells to erase before the cursor."""
+        begun, written = "", len(self._word)
+        for letter in piece:
+            cells = cell_len(letter)
+            if letter.isspace():
+                # A space at the edge becomes the end of the line.
+                shown = "\n" if letter == "\n" or self._column >= width else letter
+                begun, written, self._word = begun + shown, 0, ""
+                self._column = 0 if shown == "\n" else self._column + 1
+                continue
+            if self._column + cells > width:
+                if cell_len(self._word) == self._column:  # longer than a line
+                    written, self._word = 0, ""
+                yield begun[: len(begun) + written - len(self._word)]
+                yield cell_len(self._word[:written])
+                begun, written, self._column = f"\n{self._word}", 0, cell_len(self._word)
+            begun, self._word, self._column = begun + letter, self._word + letter, self._column + cells
+        yield begun
+
+
+def make_writer(out: Console) -> Tell:
+    """Writes the pieces of an answer as they arrive."""
+    wrap = WordWrap()
+
+    def tell(piece: str, kind: TextKind) -> None:
+        text, style = escape_controls(piece, keep="\n\t"), "dim" if kind == "reasoning" else ""
+        parts = [text] if out.is_dumb_terminal else wrap.split(text, out.width - 1)
+        for part in parts:
+            if isinstance(part, str):
+                out.print(Text(part, style=style), end="", soft_wrap=True)
+            elif part:
+                out.control(Control((ControlType.CURSOR_BACKWARD, part), (ControlType.ERASE_IN_LINE, 0)))
+
+    return tell
+
+
+def _answer(conversation: ChatSession, text: str, out: Console) -> ChatAnswer | None:
     try:
-        answer = conversation.ask(text, tell)
+        answer = conversation.ask(text, make_writer(out))
     except BedplateError as error:
         out.print()
         show_error(error)

@@ -19,6 +19,7 @@ EXAMPLES = """Examples:
 \b
   bedplate compare llama.cpp vllm                    their newest comparable measurements here
   bedplate compare llama.cpp vllm --concurrency 16
+  bedplate compare llama.cpp https://gpu-2.example.com/v1
   bedplate compare llama.cpp vllm --slo ttft_ms=500,tpot_ms=50
   bedplate compare before.json after.json            files from `bedplate bench --json`
   bedplate compare 20261115-a1:vllm 20261115-a1:sglang
@@ -57,7 +58,9 @@ def compare(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="The engine in service: an engine id, RUN[:ENGINE], or FILE[:ENGINE] from `bench --json`."
+            metavar="A",
+            help="The engine in service: an engine id, the URL of an endpoint elsewhere, RUN[:ENGINE], or "
+            "FILE[:ENGINE] from `bench --json`.",
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The engine that may replace it, named in the same way.")],
@@ -88,7 +91,7 @@ def compare(
 ) -> None:
     """Compare two measured engines: stay, migrate or not proven.
 
-    A gain counts when it is statistically significant and exceeds the cost of moving. Wrong answers rule an engine out.
+    A gain counts if it is statistically significant and at least `--least-gain`. Wrong answers rule an engine out.
     """
     from bedplate.decide.evidence import PROVEN_GAIN
     from bedplate.facts.hardware import probe

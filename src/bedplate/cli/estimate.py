@@ -59,7 +59,7 @@ def estimate(
     Writes row_id, predicted, low, high and refused, one line per row, in the order of the table.
     """
     from bedplate.cli.terminal import TerminalProgress, make_console
-    from bedplate.errors import UsageError
+    from bedplate.errors import UsageError, make_unreadable_error
     from bedplate.published.table import predict_rows, read_table
 
     if explain is not None:
@@ -74,7 +74,7 @@ def estimate(
         with _open_input(rows) as source:
             table = read_table(source, rows)
     except OSError as error:
-        raise UsageError(f"cannot read {rows}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(rows, error) from error
     with TerminalProgress().step("predicting", len(table)) as done:
         found = list(predict_rows(table, done))
     _write_rows(out, found)
@@ -105,7 +105,7 @@ def _explain_row(text: str, rows: str | None, json: bool) -> None:
 
 def _find_row(text: str, rows: str | None) -> Mapping[str, str | None]:
     """The row that `--explain` names: in a file by its line, in --rows by its id, or the question itself."""
-    from bedplate.errors import UsageError
+    from bedplate.errors import UsageError, make_unreadable_error
     from bedplate.published.explain import parse_question
     from bedplate.published.table import find_row
 
@@ -122,7 +122,7 @@ def _find_row(text: str, rows: str | None) -> Mapping[str, str | None]:
         with _open_input(path) as source:
             return find_row(source, path, int(line) if in_file else text)
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
 
 
 def _open_input(name: str) -> AbstractContextManager[TextIO]:

@@ -106,7 +106,8 @@ def init(
     except OSError as error:
         from bedplate.errors import ExternalFailure
 
-        raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error)) from error
+        hint = "-o FILE writes another file"
+        raise ExternalFailure(f"cannot write {output}", cause=error.strerror or str(error), hint=hint) from error
     read_intent(output)
     typer.echo(f"wrote {output}; next: bedplate plan -f {output}")
 

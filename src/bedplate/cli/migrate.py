@@ -156,11 +156,11 @@ def _show(done: Migration, *, json: bool) -> None:
 
 
 def _read_decision(path: Path) -> Decision:
-    from bedplate.errors import UsageError
+    from bedplate.errors import make_unreadable_error
     from bedplate.values import Decision, from_json
 
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
     return from_json(Decision, text, origin=str(path))

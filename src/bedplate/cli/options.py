@@ -30,6 +30,12 @@ def parse_engine(text: str) -> str:
     raise UsageError(f"no engine is called {text!r}", hint=f"{hint}known: {', '.join(known)}")
 
 
+def complete_engine(incomplete: str) -> list[str]:
+    from bedplate.engines import load_engines
+
+    return [one for one in load_engines() if one.startswith(incomplete)]
+
+
 def parse_engine_and_version(text: str) -> str:
     """The engine's id, with the version if one is given: ID@VERSION."""
     name, at, version = text.partition("@")
@@ -118,10 +124,17 @@ EngineId = Annotated[
         help="Use this engine instead of the recommended one.",
         show_default=False,
         parser=parse_engine_and_version,
+        autocompletion=complete_engine,
     ),
 ]
 EngineName = Annotated[
-    str, typer.Argument(metavar="ID", help="An engine id from `bedplate engines`.", parser=parse_engine)
+    str,
+    typer.Argument(
+        metavar="ID",
+        help="An engine id from `bedplate engines`.",
+        parser=parse_engine,
+        autocompletion=complete_engine,
+    ),
 ]
 EngineVersionName = Annotated[
     str,
@@ -129,6 +142,7 @@ EngineVersionName = Annotated[
         metavar="ID[@VERSION]",
         help="An engine id from `bedplate engines`, with a version if another one than bedplate's is meant.",
         parser=parse_engine_and_version,
+        autocompletion=complete_engine,
     ),
 ]
 Users = Annotated[
@@ -198,7 +212,8 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ExternalFailure(f"cannot write {path}", cause=error.strerror or str(error)) from error
+        hint = "choose a file in a folder that you may write to"
+        raise ExternalFailure(f"cannot write {path}", cause=error.strerror or str(error), hint=hint) from error
 
 
 def build_intent(file: Path | None, fields: list[str] | None, *, base: Intent | None = None, **options: Any) -> Intent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from bedplate.deploy.platform import Platform
     from bedplate.values import Decision, Hardware, Model
-    from bedplate.values.intent import Intent
+    from bedplate.values.intent import Intent, Service
 
 EXAMPLES = """Examples:
 
@@ -128,7 +128,6 @@ def plan(
     if scenario is not None:
         intent, _ = add_scenario(intent, scenario, options, fields)
     if intent.services:
-        intent = _keep_local_services(intent)
         _check_for_services(intent, [*(["--engine"] if engine else []), *questions])
         _show_portfolio(intent, emit, output, json=json)
     elif procure:
@@ -174,20 +173,6 @@ def _check_combination(
             f"-o {output} needs --emit or --json",
             hint="--emit command -o serve.sh writes a script; --json -o plan.json writes the plan",
         )
-
-
-def _keep_local_services(intent: Intent) -> Intent:
-    """Endpoints elsewhere need no plan."""
-    from bedplate.errors import UsageError
-    from bedplate.values import replace_fields
-
-    local = tuple(one for one in intent.services if one.url is None)
-    if not local:
-        raise UsageError(
-            "all services of the intent are endpoints elsewhere, so there is nothing to plan",
-            hint="bedplate serve -f FILE",
-        )
-    return replace_fields(intent, services=local)
 
 
 def _check_for_services(intent: Intent, asked: list[str]) -> None:
@@ -334,7 +319,8 @@ def _write_into_folder(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExternalFailure(f"cannot create {path.parent}", cause=error.strerror or str(error)) from error
+        cause, hint = error.strerror or str(error), "choose another folder with -o DIR"
+        raise ExternalFailure(f"cannot create {path.parent}", cause=cause, hint=hint) from error
     _write_or_print(text, path)
 
 
@@ -396,13 +382,20 @@ def _show_portfolio(intent: Intent, emit: str | None, output: Path | None, *, js
 
     from bedplate.decide.intent import resolve_hardware
     from bedplate.decide.portfolio import make_portfolio, place_on_one_machine
+    from bedplate.deploy.platform import place_services, split_services
+    from bedplate.errors import UsageError
     from bedplate.run.models import find_intended_model
     from bedplate.show.portfolio import render_portfolio
-    from bedplate.values import to_json
+    from bedplate.values import replace_fields, to_json
 
+    local, elsewhere = split_services(intent)
+    if not local:
+        raise UsageError(
+            "all services of the intent are endpoints elsewhere, so there is nothing to plan",
+            hint="bedplate serve -f FILE",
+        )
+    intent = replace_fields(intent, services=local)
     if emit == "command":
-        from bedplate.errors import UsageError
-
         raise UsageError(
             "--emit command starts one service, and the intent has several",
             hint="--emit compose, kubernetes, dynamo or ray",
@@ -411,14 +404,22 @@ def _show_portfolio(intent: Intent, emit: str | None, output: Path | None, *, js
     machine = None if intent.pools else resolve_hardware(intent)
     found = make_portfolio(intent, models) if machine is None else place_on_one_machine(intent, models, machine)
     if emit is not None:
-        from bedplate.deploy.platform import place_services
-
-        _emit_files(place_services(intent, found, models, machine), emit, output, render_portfolio(found))
+        _check_addresses([one for _, one in elsewhere])
+        platform = place_services(intent, found, models, machine, elsewhere)
+        _emit_files(platform, emit, output, render_portfolio(found))
     if json:
         _write_or_print(to_json(found), output)
     else:
         _print_page(render_portfolio(found))
     sys.exit(0 if found.fits else 1)
+
+
+def _check_addresses(services: Sequence[Service]) -> None:
+    if services:  # the gateway's package is large
+        from bedplate.run.gateway.elsewhere import check_address
+
+        for one in services:
+            check_address(one.url or "", one.key_env)
 
 
 def _print_page(what: RenderableType) -> None:

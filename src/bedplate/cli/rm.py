@@ -49,6 +49,7 @@ def rm(
 
 
 def _confirm(models: Sequence[LocalModel]) -> bool:
+    from bedplate.cli.terminal import confirm
     from bedplate.errors import UsageError
     from bedplate.values.quoting import escape_controls
     from bedplate.values.units import format_size
@@ -57,4 +58,4 @@ def _confirm(models: Sequence[LocalModel]) -> bool:
         raise UsageError("removing a model needs a confirmation", hint="add --yes if there is no terminal to ask on")
     for one in models:
         typer.echo(escape_controls(f"{one.name}: {format_size(one.size_bytes)} in {one.path}"), err=True)
-    return typer.confirm("remove this?" if len(models) == 1 else "remove these?", err=True)
+    return confirm("remove this?" if len(models) == 1 else "remove these?")

@@ -11,7 +11,7 @@ import typer
 from bedplate.cli.options import Json, ModelName
 
 if TYPE_CHECKING:
-    from bedplate.hosting.chat import ChatSession
+    from bedplate.hosting.chat import ChatSession, Tell
     from bedplate.values import Endpoint
     from bedplate.values.service import ServiceRecord
 
@@ -174,14 +174,18 @@ def _answer_once(conversation: ChatSession, prompt: str, *, json: bool) -> None:
     import sys
 
     from bedplate.values import to_json
-    from bedplate.values.quoting import escape_controls
 
-    on_terminal = sys.stdout.isatty()
-
-    def tell(piece: str, kind: str) -> None:
+    def write(piece: str, kind: str) -> None:
         if kind == "text" and not json:
-            print(escape_controls(piece, keep="\n\t") if on_terminal else piece, end="", flush=True)  # noqa: T201
+            print(piece, end="", flush=True)  # noqa: T201
 
+    tell: Tell = write
+    if sys.stdout.isatty() and not json:
+        from bedplate.cli.chatting import make_writer
+        from bedplate.cli.terminal import make_console
+
+        wrapped = make_writer(make_console())
+        tell = lambda piece, kind: wrapped(piece, kind) if kind == "text" else None  # noqa: E731
     answer = conversation.ask(prompt, tell)
     print(to_json(answer) if json else "")  # noqa: T201
     if answer.stopped:

@@ -54,6 +54,7 @@ def discard(
 
 
 def _confirm(run: StoredRun) -> bool:
+    from bedplate.cli.terminal import confirm
     from bedplate.errors import UsageError
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -62,4 +63,4 @@ def _confirm(run: StoredRun) -> bool:
         )
     for effect in run.effects:
         typer.echo(effect.text, err=True)
-    return typer.confirm(f"remove {run.id} with its {run.cells} cells?", err=True)
+    return confirm(f"remove {run.id} with its {run.cells} cells?")

@@ -32,7 +32,7 @@ IMPORT_EXAMPLES = """Examples:
 
 \b
   bedplate runs import result.json
-  bedplate runs import llama-bench.json vllm.json benchmarks.json profile_export.jsonl agg_bmk.json
+  bedplate runs import llama-bench.json benchmarks.json profile_export.jsonl
   bedplate runs import result.json --json
 
 Reads signed results, runs of bedplate, llama-bench (-o json), `vllm bench serve`, GuideLLM, AIPerf and InferenceX."""
@@ -137,16 +137,11 @@ def import_(
 
 
 def _import_file(path: Path) -> ImportedRun:
-    from bedplate import store
-    from bedplate.measure.results import read_result
-    from bedplate.values import replace_fields
+    from bedplate.measure.results import import_result
     from bedplate.values.signed_result import ImportedRun
 
-    found = read_result(path, require_valid=True)
-    run = replace_fields(found.run, source=found.run.source or path.name)
-    store.add_run(run)
-    for cell in run.cells:
-        store.add_cell(cell)
+    found = import_result(path)
+    run = found.run
     notes = dict.fromkeys(flag.text for cell in run.cells for flag in cell.flags)
     return ImportedRun(
         file=path.name, run=run.id, cells=len(run.cells), is_verified=found.is_verified, notes=tuple(notes)

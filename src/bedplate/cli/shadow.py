@@ -16,16 +16,27 @@ EXAMPLES = """Examples:
   bedplate shadow vllm
   bedplate shadow llama.cpp@2026.9.11063
   bedplate shadow pytorch chat --share 25% --for 30m
+  bedplate shadow https://gpu-2.example.com/v1 chat --key-env CHALLENGER_KEY
   bedplate shadow vllm chat --url https://gpu-2.example.com/v1 --key-env CHALLENGER_KEY
 
 Exit codes: 0 stay; 10 migrate; 20 not proven; 30 the challenger is worse by more than 5 %; 1 not comparable;
 3 external failure."""
 
 
+def parse_challenger(value: str) -> str:
+    from bedplate.measure.questions import is_url
+
+    return value if is_url(value) else parse_engine_and_version(value)
+
+
 def shadow(
     engine: Annotated[
         str,
-        typer.Argument(metavar="ENGINE[@VERSION]", help="The engine to try.", parser=parse_engine_and_version),
+        typer.Argument(
+            metavar="ENGINE[@VERSION]|URL",
+            help="The engine to try, or the URL of an endpoint elsewhere that serves the model.",
+            parser=parse_challenger,
+        ),
     ],
     name: ServiceName = None,
     model: Annotated[
@@ -79,10 +90,15 @@ def shadow(
     from bedplate.hosting.records import choose_service
     from bedplate.measure.bench import read_key
     from bedplate.measure.load import LoadTarget
+    from bedplate.measure.questions import is_url
     from bedplate.values import to_json
     from bedplate.values.shadow import ShadowResult
     from bedplate.values.units import YEAR_S, parse_duration
 
+    if is_url(engine):
+        if url is not None:
+            raise UsageError(f"{engine} and --url {url} cannot be combined", hint="give one URL")
+        url, engine = engine, LoadTarget.from_url(engine).name
     if url is None and (key_env is not None or served_model is not None):
         raise UsageError("--key-env and --served-model need --url")
     if url is not None and build is not BuildChoice.packages:

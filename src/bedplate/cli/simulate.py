@@ -32,9 +32,7 @@ EXAMPLES = """Examples:
 \b
   bedplate simulate -f bedplate.yaml --trace conversation_trace.jsonl --replicas 1..64
   bedplate simulate -f bedplate.yaml --requests 20000 --rate 40 --replicas 8 --router prefix
-  bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --requests 5000 --rate 20 \\
-                    --replicas 1..512 --slo ttft_ms=500,tpot_ms=50
-
+  bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --requests 5000 --rate 20 --slo ttft_ms=500,tpot_ms=50
   bedplate simulate Qwen/Qwen3-32B --hardware "H100 SXM" --scenario agent --rate 2 --replicas 1..64 --slo ttft_ms=2000
 
 Exit code 1: no layout in the range meets the targets, or no engine runs the model there."""

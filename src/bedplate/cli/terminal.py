@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.segment import Segment
 from rich.text import Text
@@ -21,6 +24,7 @@ from bedplate.values.units import format_seconds
 PIPE_WIDTH = 120
 """Width if the output is not a terminal."""
 SLOW_S = 5.0
+COMMAND = re.compile(r"(?:^|: |`)bedplate [a-z]+ \S")
 
 
 class SafeConsole(Console):
@@ -44,13 +48,33 @@ def make_console(stream: TextIO | None = None, kind: type[SafeConsole] = SafeCon
 
 
 def show_error(error: BedplateError) -> None:
-    """Print error, cause and hint, one line each, unwrapped so that paths stay whole."""
+    """Print error, cause and hint, one line each; a terminal wraps them between words."""
     out = make_console(sys.stderr)
-    out.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
-    if error.cause:
-        out.print(Text.assemble(("caused by: ", "bold"), error.cause), soft_wrap=True)
-    if error.hint:
-        out.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
+    styles = {"error": "bold red", "caused by": "bold", "hint": "bold cyan"}
+    for (label, style), text in zip(styles.items(), (error.message, error.cause, error.hint), strict=True):
+        if text:
+            is_whole = _stays_whole(out, text) if label == "hint" else not out.is_terminal
+            out.print(Text.assemble((f"{label}: ", style), text), soft_wrap=is_whole)
+
+
+def _stays_whole(out: Console, text: str) -> bool:
+    """In a pipe every line does; on a terminal a hint with a command does, so that it can be copied."""
+    return not out.is_terminal or COMMAND.search(text) is not None
+
+
+def confirm(question: str) -> bool:
+    """Asks on the terminal. Leaving the question ends the command as Ctrl-C does everywhere else."""
+    import typer
+
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        raise KeyboardInterrupt from None  # exit code 130, and no "Aborted!"
+
+
+def _shorten_home(text: str) -> str:
+    """Paths in the user's folder as a shell takes them, too."""
+    return text.replace(f" {Path.home()}/", " ~/")
 
 
 class _ProgressConsole(SafeConsole):
@@ -85,7 +109,10 @@ class TerminalProgress:
         self._console = make_console(sys.stderr, _ProgressConsole)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)
+        if _stays_whole(self._console, text):
+            self._console.print(Text(f" {text}", style="dim"), soft_wrap=True)
+        else:
+            self._console.print(Padding(Text(_shorten_home(text), style="dim"), (0, 0, 0, 1), expand=False))
 
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:

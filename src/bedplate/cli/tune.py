@@ -262,7 +262,7 @@ def _export_tuning(tuned: TuningRun) -> str:
 
 def _import_tuning(path: Path) -> TuningRun:
     """Stored under the machine that it was found on: used on machines like it, and a hint on others."""
-    from bedplate.errors import UsageError
+    from bedplate.errors import make_unreadable_error
     from bedplate.store import add_tuning
     from bedplate.values import from_json, replace_fields
     from bedplate.values.tuning import TuningRun
@@ -270,7 +270,7 @@ def _import_tuning(path: Path) -> TuningRun:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
     tuned = replace_fields(from_json(TuningRun, text, origin=str(path)), source=path.name)
     add_tuning(tuned)
     return tuned

@@ -36,6 +36,13 @@ OTHER_WORDS = {
     "--version": ("version",),
 }
 """Words that people try, by what bedplate has for them."""
+SAME_MEANING = (
+    ("remove", "rm", "delete", "uninstall", "revoke", "discard"),
+    ("add", "create", "new", "install"),
+    ("list", "ls", "show"),
+)
+"""Names of commands below others, and words that people try for them."""
+TAKE_MODELS = ("run", "serve", "pull", "rm", "inspect")
 _SUGGESTED = {word: command for command, words in OTHER_WORDS.items() for word in words}
 
 
@@ -70,11 +77,12 @@ def make_unknown_command_error(word: str, context: click.Context | None, argumen
     names = sorted(context.command.commands) if context is not None and isinstance(context.command, click.Group) else []
     message = f"{path} has no command {word!r}"
     if path != "bedplate":
-        near = difflib.get_close_matches(word, names, 1)
+        alike = [name for group in SAME_MEANING if word.lower() in group for name in names if name in group]
+        near = alike or difflib.get_close_matches(word, names, 1)
         hint = f"did you mean {path} {near[0]}?" if near else f"commands of {path}: {', '.join(names)}"
         return UsageError(message, hint=hint)
     if (command := _SUGGESTED.get(word.lower())) is not None:
-        return UsageError(message, hint=f"bedplate {command}")
+        return UsageError(message, hint=_suggest_command(command, list(arguments[1:]), names))
     near = difflib.get_close_matches(word.lower(), names, 2)
     if near:
         return UsageError(message, hint=f"did you mean {' or '.join(f'bedplate {one}' for one in near)}?")
@@ -86,6 +94,14 @@ def make_unknown_command_error(word: str, context: click.Context | None, argumen
     if names_hardware(words):
         return UsageError(message, hint=f'for this hardware: bedplate plan MODEL --hardware "{words}"')
     return UsageError(message, hint="bedplate --help lists the commands")
+
+
+def _suggest_command(command: str, words: Sequence[str], names: Sequence[str]) -> str:
+    """The command with the words that followed, if it takes such words."""
+    if command == "--help" and words and words[0] in names:
+        return f"bedplate {words[0]} --help"
+    keeps = command in TAKE_MODELS and not any(word.startswith("-") for word in words)
+    return join_shell(["bedplate", command, *words]) if keeps else f"bedplate {command}"
 
 
 def _is_model(word: str) -> bool:
@@ -136,7 +152,8 @@ def _describe_type(param: click.Parameter) -> str | None:
         what = "an integer" if isinstance(kind, click.IntRange) else "a number"
         if kind.min is not None and kind.max is not None:
             return f"{name} takes {what} from {kind.min:g} to {kind.max:g}"
-        example = f", such as {name} {max(int(kind.min or 0), 1) * 10}"
+        is_length = "context" in name or "tokens" in name
+        example = f", such as {name} {4096 if is_length else max(int(kind.min or 0), 1) * 10}"
         return f"{name} takes {what}{f' of at least {kind.min:g}' if kind.min is not None else ''}{example}"
     if kind.name in ("integer", "float"):
         return f"{name} takes {'an integer' if kind.name == 'integer' else 'a number'}, such as {name} 10"

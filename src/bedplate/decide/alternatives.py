@@ -71,7 +71,8 @@ def _list_of_engine(
         if not able:
             yield _make_place(group[0], case, fits=False), _describe_unfitting(find_nearest(group), case)
         elif chosen is not None and _has_same_weights(group[0], chosen):
-            for one in (one for one in able if one.layout != chosen.layout):
+            own = (chosen.layout, chosen.settings.cards)
+            for one in (one for one in able if (one.layout, one.settings.cards) != own):
                 yield _describe_first([one], listed.excluded_by, excluded, chosen, best, case)
         else:
             kept = [one for one in able if id(one) not in excluded]

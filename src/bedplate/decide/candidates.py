@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from bedplate.decide.cards import get_free_bytes, has_different_cards, list_card_groups
 from bedplate.decide.case import MANY, DecisionCase, with_model_task
 from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.calibration import Expectation
 from bedplate.decide.evidence import MachineEvidence
 from bedplate.decide.layouts import list_layouts
-from bedplate.decide.memory import MemoryDemand, fit, get_free_bytes, get_weight_bytes_on_device
+from bedplate.decide.memory import MemoryDemand, fit, get_weight_bytes_on_device
+from bedplate.decide.nodes import make_launch
 from bedplate.decide.targets import compute_shortfall, is_limited_by_cache
 from bedplate.decide.verify import PlanFault, find_first_fault
 from bedplate.decide.wording import describe_remedy, describe_shortage, join_alternatives
@@ -142,17 +144,18 @@ def list_candidates(
     """All weights and layouts of this engine, whether they fit or not, each with its settings and its estimate."""
     if refusal := refuse_model(engine, case):
         return refusal
-    hardware, target = _choose_target(engine, case.hardware, installable)
-    if target is None:
+    parts = _list_parts(engine, case, installable)
+    if not parts:
         return engine.make_refusal("impossible", "the build that bedplate installs does not support this hardware")
-    case = replace(case, hardware=hardware)
     found = [
         candidate
-        for form in _list_weights(engine, target, case)
-        for candidate in _lay_out(engine, target, form, case, evidence)
+        for part, target in parts
+        for form in _list_weights(engine, target, part)
+        for candidate in _lay_out(engine, target, form, part, evidence)
     ]
     if found:
         return tuple(found)
+    case = parts[0][0]
     if not _has_memory_to_convert(engine, case):
         return engine.make_refusal("impossible", f"its conversion needs {_describe_source(engine, case)}")
     return engine.make_refusal(
@@ -160,6 +163,21 @@ def list_candidates(
         f"does not support {case.model.quantization or case.model.format} weights on this hardware",
         "the same model in another format",
     )
+
+
+def _list_parts(engine: Engine, case: DecisionCase, installable: bool) -> list[tuple[DecisionCase, ComputeTarget]]:
+    """The case on each group of cards that the engine may use, or on the CPU if it uses none."""
+    groups = list_card_groups(case.hardware, engine)
+    found: list[tuple[DecisionCase, ComputeTarget]] = []
+    for group in groups:
+        part = replace(case, hardware=group, names_cards=has_different_cards(case.hardware))
+        if len(groups) > 1 and _refuse_on_part(engine, part) is not None:
+            continue
+        hardware, target = _choose_target(engine, group, installable)
+        if target is not None:
+            found.append((part if hardware is group else replace(part, hardware=hardware), target))
+    on_cards = [one for one in found if one[1].device != "cpu"]
+    return on_cards or found[:1]
 
 
 def refuse_unfitting(engine: Engine, candidates: Sequence[EngineCandidate], case: DecisionCase) -> Refusal:
@@ -185,6 +203,12 @@ def refuse_unfitting(engine: Engine, candidates: Sequence[EngineCandidate], case
 
 def refuse_model(engine: Engine, case: DecisionCase) -> Refusal | None:
     """Why the engine cannot run this model here, neither the original weights nor published ones."""
+    groups = list_card_groups(case.hardware, engine)
+    refusals = [_refuse_on_part(engine, replace(case, hardware=group)) for group in groups]
+    return None if None in refusals else refusals[0]
+
+
+def _refuse_on_part(engine: Engine, case: DecisionCase) -> Refusal | None:
     refusal = engine.refuse(case.hardware, case.model, case.workload)
     if refusal is None:
         return None
@@ -202,7 +226,9 @@ def describe_rejection(one: RejectedCandidate) -> str:
 def verify_candidate(candidate: EngineCandidate, case: DecisionCase) -> PlanFault | None:
     """The reason why the engine would not serve this candidate."""
     plan = make_plan(candidate, case, candidate.weights)
-    return find_first_fault(plan, candidate.engine.launch(plan, SHOWN_PORT), candidate.hardware)
+    # All cards of the machine, so that it is checked which of them the plan names.
+    hardware = case.hardware if candidate.hardware.accelerators else candidate.hardware
+    return find_first_fault(plan, make_launch(plan, candidate.engine, hardware, SHOWN_PORT), hardware)
 
 
 def make_plan(candidate: EngineCandidate, case: DecisionCase, weights: Weights) -> Plan:
@@ -445,7 +471,11 @@ def _lay_out(
     def make(layout: Parallelism, wanted: Settings) -> EngineCandidate:
         return make_candidate(engine, target, weights, model, layout, case, evidence, wanted)
 
-    found = [make(layout, wanted) for layout in list_layouts(case.hardware, engine, model)]
+    layouts = list_layouts(case.hardware, engine, model)
+    if has_different_cards(case.hardware):
+        every = len(case.hardware.accelerators)
+        layouts = (one for one in layouts if one.tensor * one.pipeline * one.data == every)
+    found = [make(layout, wanted) for layout in layouts]
     if case.workload.task != "generate" or engine.refuse_eight_bit_cache(target, model) is not None:
         return found
     if any(one.fit.fits and one.fit.offload is None and compute_shortfall(one, case) <= 1 for one in found):
@@ -480,6 +510,9 @@ def make_candidate(
     room = fit(hardware, model, workload, engine, parallelism=layout, kv_type=kv_type)
     wanted = wanted or engine.settle(hardware, model, workload)
     settings, need = fit_settings(engine, hardware, model, layout, case, room, wanted)
+    if case.names_cards and target.device != "cpu":
+        used = hardware.accelerators[: layout.tensor * layout.pipeline * layout.data]
+        settings = replace_fields(settings, cards=tuple(card.index for card in used))
     if not _can_load(engine, weights, case.model, layout, case):
         need = replace_fields(need, fits=False)
     expected, factor = None, evidence.get_factor(engine.id, target.device)

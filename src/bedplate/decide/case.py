@@ -43,6 +43,8 @@ class DecisionCase:
     model: Model
     workload: Workload
     operations: Operations
+    names_cards: bool = False
+    """Whether the hardware is a part of a machine with different accelerators, so that a plan names those it uses."""
 
     def with_work(self, workload: Workload) -> DecisionCase:
         return replace(self, workload=workload)
@@ -84,7 +86,8 @@ class DecisionCase:
 
     @cached_property
     def has_unified_memory(self) -> bool:
-        return any(card.unified_memory for card in self.hardware.accelerators) or bool(self.chip and self.chip.unified)
+        cards = self.hardware.accelerators
+        return bool(cards and cards[0].unified_memory) or bool(self.chip and self.chip.unified)
 
     @cached_property
     def kind(self) -> str:

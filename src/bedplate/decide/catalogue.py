@@ -10,11 +10,12 @@ from functools import lru_cache
 from typing import Literal
 
 from bedplate.decide.candidates import LEAST_BITS, PRECISE_BITS, READING_TOK_S, EngineCandidate
+from bedplate.decide.cards import get_free_bytes, order_cards
 from bedplate.decide.case import FEW, DecisionCase, with_model_task
 from bedplate.decide.choose import EngineSearch, settle_load
 from bedplate.decide.evidence import Calibration, MachineEvidence, Measured, calibrate, compute_speed_ratios
 from bedplate.decide.explain import estimate_candidate
-from bedplate.decide.memory import find_largest, fit, get_free_bytes
+from bedplate.decide.memory import find_largest, fit
 from bedplate.decide.wording import describe_shortage
 from bedplate.engines import load_engines
 from bedplate.facts.known_models import list_known_names, look_up_model, parse_model_name
@@ -246,7 +247,7 @@ class _CatalogueBuilder:
         results: tuple[Result, ...],
         least_tok_s: float | None,
     ) -> None:
-        self.hardware, self.workload, self.operations = hardware, workload, operations
+        self.hardware, self.workload, self.operations = order_cards(hardware), workload, operations
         self.everyday = with_everyday_context(workload)
         self.unsaid = has_default_lengths(workload)
         self.results, self.least_tok_s = results, least_tok_s

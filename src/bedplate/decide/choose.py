@@ -24,12 +24,13 @@ from bedplate.decide.candidates import (
     refuse_unfitting,
     verify_candidate,
 )
+from bedplate.decide.cards import order_cards
 from bedplate.decide.case import CHAT_TARGET, STORED_BITS, DecisionCase, with_batch_load, with_model_task
 from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evidence, get_engine_name
-from bedplate.decide.explain import estimate_candidate, list_reasons
+from bedplate.decide.explain import describe_equal_requests, estimate_candidate, list_reasons
 from bedplate.decide.hints import add_hints
 from bedplate.decide.load import get_request_s, solve_candidate_load
-from bedplate.decide.nodes import count_host_cards, list_node_launches
+from bedplate.decide.nodes import count_host_cards, list_node_launches, make_launch
 from bedplate.decide.order import (
     MARGIN,
     Standing,
@@ -56,9 +57,10 @@ from bedplate.decide.rules import (
 from bedplate.decide.unified import list_raised_limits
 from bedplate.engines import Engine, get_registered_engine, load_engines
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.engines.base import ComputeTarget, RegisteredEngine, plan_helper_installation
+from bedplate.engines.base import ComputeTarget, RegisteredEngine, make_download_step, plan_helper_installation
 from bedplate.engines.roles import DEQUANTIZER
 from bedplate.facts.known_models import apply_label
+from bedplate.facts.published_weights import list_published
 from bedplate.facts.unpack import make_dequantized
 from bedplate.values import (
     Alternative,
@@ -123,6 +125,7 @@ def decide(
     installs and starts. `registered` are the engines of the user's own environments here. `with_alternatives` adds the
     plans that were not chosen, which takes about three times as long as the choice.
     """
+    hardware = order_cards(hardware)
     engines = adapt_engines(_find_engines(registered or {}, wanted), hardware, installable)
     asked = engines[wanted.partition("@")[0]] if wanted is not None else None
     workload = with_batch_load(hardware, with_model_task(model, workload))
@@ -199,6 +202,10 @@ def _add_dequantization(decision: Decision, source: Model, folder: Model) -> Dec
     if decision.launch is None:
         return decision
     where, unpacker = folder.short_name, engine_by_id(DEQUANTIZER.id)
+    # A file that the name of a model means is fetched first.
+    published = next((form.weights for form in list_published(source)), None)
+    file = source.files[0] if source.files else published.path if published is not None else f"{source.name}.gguf"
+    fetch = () if published is None else (make_download_step(published),)
     step = Preparation(
         kind="convert",
         what=f"{source.name} from {source.quantization} GGUF to a folder of 16-bit weights",
@@ -209,13 +216,13 @@ def _add_dequantization(decision: Decision, source: Model, folder: Model) -> Dec
             0.7,
             "measured: 135 million parameters took 30 s on two cores that were in use",
         ),
-        argv=("gguf-to-folder", source.files[0] if source.files else f"{source.name}.gguf", where),
+        argv=("gguf-to-folder", file, where),
         within=unpacker.id,
     )
     needs = plan_helper_installation(unpacker) if decision.engine != unpacker.id else ()
     # A dequantized folder need not be downloaded.
     others = tuple(one for one in decision.launch.prepare if (one.kind, one.where) != ("download", where))
-    launch = replace_fields(decision.launch, prepare=(*needs, step, *others))
+    launch = replace_fields(decision.launch, prepare=(*needs, *fetch, step, *others))
     return replace_fields(decision, unpacks=True, launch=launch)
 
 
@@ -358,12 +365,15 @@ class EngineSearch:
             challengers=challengers,
             alternatives=alternatives if with_alternatives else (),
             hint_details=(*_warn_of_few_bits(chosen), *self._find_raised_limit(chosen)),
-            notes=tuple(map(describe_rejection, chosen.rejected[:1])),
+            notes=(
+                *map(describe_rejection, chosen.rejected[:1]),
+                *filter(None, [describe_equal_requests(chosen, case, estimate)]),
+            ),
         )
         planned = plan(decision, case.model, case.workload)
         decision = replace_fields(
             decision,
-            launch=chosen.engine.launch(planned, SHOWN_PORT),
+            launch=make_launch(planned, chosen.engine, chosen.hardware, SHOWN_PORT),
             node_launches=list_node_launches(planned, chosen.engine, chosen.hardware, SHOWN_PORT),
         )
         return _add_dequantization(decision, source, folder) if folder is not None else decision
@@ -418,6 +428,8 @@ class EngineSearch:
         """The chosen engine and the reason, without the refusals of the other engines."""
         for rule in PICKS:
             picked = rule.says(self.case)
+            if picked is not None and rule.id == LAST_RESORT:
+                picked = self._put_doubted_last(picked)
             found = self._find_first_able(picked) if picked is not None else None
             if picked is not None and found is not None:
                 text = f"{picked.text}{self._describe_skipped(picked, found)}"
@@ -430,17 +442,21 @@ class EngineSearch:
         """The best candidate of another engine that meets the latency targets, if the chosen one misses them clearly.
 
         Other engines that the rules name for this case are considered and, if the workload states the targets or most
-        servers have no kernels for the cards, the challengers; without stated targets, the whole band of the estimate
-        must miss them. What the intent states about operations takes precedence.
+        servers have no kernels for the cards, the challengers; where no rule names an engine that runs here, all
+        servers. Without stated targets, the whole band of the estimate must miss them. What the intent states about
+        operations takes precedence.
         """
         missed = get_standing(chosen, self.case).missed
         if rule_id.startswith("operations.") or chosen.expected is None or missed <= 1:
             return None
         if self.case.workload.latency is None and not _surely_misses(estimate_candidate(chosen, self.case)):
             return None
+        others = self._list_suitable(chosen)
+        if rule_id == LAST_RESORT:
+            others = [*others, *self._list_servers(chosen, with_doubts=True)]
         timely = [
             found
-            for engine in self._list_suitable(chosen)
+            for engine in others
             if isinstance(found := self.get_candidate(engine), EngineCandidate)
             and found.expected is not None
             and get_standing(found, self.case).missed == 0
@@ -464,7 +480,7 @@ class EngineSearch:
             return None
         faster = [
             found
-            for engine in self._list_suitable(chosen)
+            for engine in (*self._list_suitable(chosen), *self._list_servers(chosen))
             if isinstance(found := self.get_candidate(engine), EngineCandidate)
             and found.expected is not None
             and estimate_speed(found) >= CLEARLY_FASTER * speed
@@ -498,6 +514,25 @@ class EngineSearch:
             and not self._leaves_gpu_idle(engine.find_target(case.hardware))
         ]
 
+    def _put_doubted_last(self, picked: Pick) -> Pick:
+        """The same engines: those that are designed for this workload first, each in the order of their effort."""
+        known = [name for name in picked.engines if name in self.engines]
+        return picked._replace(
+            engines=tuple(sorted(known, key=lambda name: find_doubt(self.engines[name], self.case) is not None))
+        )
+
+    def _list_servers(self, chosen: EngineCandidate, *, with_doubts: bool = False) -> list[Engine]:
+        """Engines that batch and use the accelerators; with doubts, also those that are not designed for so few
+        requests, which still answer them."""
+        found = []
+        for engine in self.engines.values():
+            doubt = find_doubt(engine, self.case)
+            is_doubted = doubt is not None and not (with_doubts and doubt.kind == "unsuitable")
+            on_cards = self._uses_accelerators(engine.id)
+            if engine is not chosen.engine and engine.effort >= SERVER_EFFORT and on_cards and not is_doubted:
+                found.append(engine)
+        return found
+
     def _find_first_able(self, picked: Pick) -> EngineCandidate | None:
         for engine_id in picked.engines:
             engine = self.engines.get(engine_id)
@@ -510,7 +545,7 @@ class EngineSearch:
         return None
 
     def _find_fetching(self, picked: Pick, chosen: EngineCandidate) -> EngineCandidate | None:
-        """A later engine of the same rule that fetches published weights.
+        """A later engine of the same rule that fetches published weights, or converts them sooner for a server.
 
         It is preferred if the chosen engine has a long conversion, or avoids one by weights with clearly fewer bits.
         """
@@ -521,7 +556,9 @@ class EngineSearch:
         for engine_id in picked.engines[picked.engines.index(chosen.engine.id) + 1 :]:
             engine = self.engines.get(engine_id)
             found = self.get_candidate(engine) if engine is not None else None
-            if not isinstance(found, EngineCandidate) or found.weights.published is None:
+            if not isinstance(found, EngineCandidate):
+                continue
+            if found.weights.published is None and not self._converts_sooner(found, chosen):
                 continue
             # A conversion is worth its time only if the targets are missed clearly without it.
             if get_standing(found, self.case).missed > own.missed + converts:
@@ -536,13 +573,23 @@ class EngineSearch:
                 return found
         return None
 
+    def _converts_sooner(self, found: EngineCandidate, chosen: EngineCandidate) -> bool:
+        """Whether a simpler engine is ready in half the time of a server's long conversion, with as many bits."""
+        took = compute_conversion_s(chosen, self.case)
+        if chosen.engine.effort < SERVER_EFFORT or took < LONG_CONVERSION_S:
+            return False
+        return found.nominal_bits >= chosen.nominal_bits and compute_conversion_s(found, self.case) <= took / 2
+
     def _describe_skipped(self, picked: Pick, found: EngineCandidate) -> str:
-        """Why an earlier engine of the rule was not chosen: a long conversion, or published weights of fewer bits."""
-        if found.weights.published is None:
-            return ""
+        """Why an earlier engine of the rule was not chosen: it cannot run this model, has a long conversion, or fetches
+        weights of fewer bits."""
         for engine_id in picked.engines[: picked.engines.index(found.engine.id)]:
             other = self._found.get(engine_id)
-            if not isinstance(other, EngineCandidate):
+            if isinstance(other, Refusal) and other.shortage is None and picked.names_first:
+                return f"; {self.engines[engine_id].name} {other.why}"
+            if not isinstance(other, EngineCandidate) or self._leaves_gpu_idle(other.target):
+                continue
+            if found.weights.published is None and not self._converts_sooner(found, other):
                 continue
             name = other.engine.name
             if (took := compute_conversion_s(other, self.case)) >= LONG_CONVERSION_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from bedplate.decide.apply_tuning import describe_tuning, use_measured_figures
 from bedplate.decide.candidates import (
@@ -14,17 +15,21 @@ from bedplate.decide.candidates import (
     make_candidate,
 )
 from bedplate.decide.case import DecisionCase
-from bedplate.decide.estimate import to_estimate
+from bedplate.decide.estimate import compute_expectation, to_estimate
+from bedplate.decide.estimate.arrivals import BENCH
 from bedplate.decide.evidence import MachineEvidence
 from bedplate.decide.layouts import LARGE_MIXTURE
 from bedplate.decide.order import explain_loss
 from bedplate.decide.rules import DecisionRule
 from bedplate.decide.targets import meets_targets
 from bedplate.engines.base import SIXTEEN_BIT
+from bedplate.engines.visible import pick_cards
 from bedplate.values import Estimate, Figure, Parallelism, Reason, replace_fields
 from bedplate.values.cost import compute_cost_per_million
-from bedplate.values.units import format_figure, format_seconds, format_size
+from bedplate.values.units import format_figure, format_latency, format_seconds, format_size
 from bedplate.values.units import format_memory as as_memory
+
+MUCH_LONGER = 2.0
 
 
 def estimate_candidate(candidate: EngineCandidate, case: DecisionCase) -> Estimate:
@@ -47,6 +52,25 @@ def estimate_candidate(candidate: EngineCandidate, case: DecisionCase) -> Estima
         estimate,
         cost_per_million_tokens=_make_figure([one.cost_per_million_tokens for one in each], source),
         kwh_per_million_tokens=_make_figure([one.kwh_per_million_tokens for one in each], source),
+    )
+
+
+def describe_equal_requests(candidate: EngineCandidate, case: DecisionCase, estimate: Estimate) -> str | None:
+    """A note if equal requests, as `bedplate bench` sends them, wait much longer for their first token than others."""
+    workload, usual = case.workload, estimate.ttft_ms
+    if workload.concurrency is None or workload.batch or usual is None or usual.basis != "estimate":
+        return None
+    equal = compute_expectation(
+        candidate.hardware, candidate.model, candidate.engine.id, candidate.layout, workload,
+        slots=candidate.settings.slots, offload=candidate.fit.offload, factor=candidate.factor,
+        kv_bits=candidate.kv_bits, arrivals=BENCH,
+    )  # fmt: skip
+    if equal is None or equal.ttft_s * 1000 < MUCH_LONGER * usual.value:
+        return None
+    low, high = equal.ttft_band.get_bounds(equal.ttft_s * 1000)
+    return (
+        "requests of equal lengths, as `bedplate bench` sends them, end together, and their prompts queue: TTFT "
+        f"{format_figure(equal.ttft_s * 1000)} ms ({format_figure(low)} to {format_figure(high)})"
     )
 
 
@@ -96,7 +120,8 @@ def explain_memory(candidate: EngineCandidate, case: DecisionCase, evidence: Mac
     used, usable = as_memory(need.total_bytes), as_memory(need.usable_bytes or 0)
     if need.device == "host":
         return f"{used} of {usable} usable RAM"
-    return f"{used} of {usable} usable memory on {f'each of {need.count} GPUs' if need.count > 1 else 'the GPU'}"
+    where = f"each of {need.count} GPUs" if need.count > 1 else need.device if candidate.cards > 1 else "the GPU"
+    return f"{used} of {usable} usable memory on {where}"
 
 
 @add_reason("fit.split", 'cheat-sheet "hybrid offload"')
@@ -185,6 +210,8 @@ def explain_published(candidate: EngineCandidate, case: DecisionCase, evidence: 
     )
     about = "" if published.size_basis == "reported" else "about "
     instead = _describe_conversion(candidate, case)
+    if not published.sources and not candidate.model.name.endswith(published.file or "/"):
+        instead += f"; the name of the {'file' if published.file else 'branch'} is assumed, as no source lists it"
     return f"fetch {published.repository}{what}, {about}{format_size(published.size_bytes)}{instead}"
 
 
@@ -216,7 +243,7 @@ def explain_cache_type(candidate: EngineCandidate, case: DecisionCase, evidence:
         instead = f"a 16-bit cache would hold {wide.usual_concurrency:,}"
     else:
         took = wide.expected.tpot_s * 1000 if wide.expected is not None else 0.0
-        instead = f"TPOT would be {format_figure(took)} ms with a 16-bit cache"
+        instead = f"TPOT would be {format_latency(took)} with a 16-bit cache"
     holds = min(candidate.usual_concurrency, case.in_flight)
     return f"8-bit KV cache, for {holds:,} of {case.in_flight:,} concurrent requests: {instead}"
 
@@ -259,6 +286,18 @@ def explain_images(candidate: EngineCandidate, case: DecisionCase, evidence: Mac
     return f"images: the vision encoder takes {size} with the image that it computes; {limit}"
 
 
+@add_reason("layout.named-cards", "physics: the ranks of one process wait for the slowest card")
+def explain_cards(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """Of different GPUs, those of one kind or the largest of one vendor, whichever the order of plans prefers."""
+    if not candidate.settings.cards:
+        return None
+    used: dict[str, list[str]] = {}
+    for card in pick_cards(candidate.hardware, candidate.settings.cards):
+        used.setdefault(card.name, []).append(str(card.index))
+    names = " and ".join(f"{name} ({'GPU' if len(at) == 1 else 'GPUs'} {', '.join(at)})" for name, at in used.items())
+    return f"uses {names} of {len(case.hardware.accelerators)} different GPUs"
+
+
 @add_reason("layout.tensor", 'cheat-sheet "interconnect (PCIe vs NVLink vs RDMA)"')
 def explain_tensor(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """Tensor parallelism only over fast links, or over a few GPUs of one machine."""
@@ -298,7 +337,8 @@ def explain_mixture(candidate: EngineCandidate, case: DecisionCase, evidence: Ma
     usual = Parallelism(tensor=most, expert=most, attention_data=most)
     if model.num_experts % most or not engine.accepts_layout(model, usual, 1):
         return None
-    other = make_candidate(engine, candidate.target, candidate.weights, model, usual, case, evidence)
+    part = replace(case, hardware=candidate.hardware)
+    other = make_candidate(engine, candidate.target, candidate.weights, model, usual, part, evidence)
     if not other.fit.fits:
         why = "it does not fit, because every GPU has all attention weights"
     elif candidate.expected is None or other.expected is None:
@@ -370,7 +410,7 @@ def explain_latency(candidate: EngineCandidate, case: DecisionCase, evidence: Ma
     known = [(name, took.value, limit) for name, took, limit in asked if took is not None]
     if len(known) < len(asked):
         return "unknown whether the latency targets are met: the speed cannot be predicted"
-    times = ", ".join(f"{name} {format_figure(took)} ms of {format_figure(limit)}" for name, took, limit in known)
+    times = ", ".join(f"{name} {format_latency(took)} of {format_latency(limit)}" for name, took, limit in known)
     met = all(took <= limit for _, took, limit in known)
     return f"{'within the latency targets' if met else 'MISSES the latency targets'}: {times}" if known else None
 

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 
 from bedplate.decide.case import CHAT_SLACK, CHAT_TARGET, DecisionCase
+from bedplate.decide.estimate.machine import get_machine_rates
 from bedplate.decide.load import get_request_s
 from bedplate.decide.rules import PICKS
 from bedplate.decide.wording import describe_hint
 from bedplate.engines import Engine
 from bedplate.engines.base import find_cards, get_card_family
+from bedplate.engines.visible import pick_cards
 from bedplate.facts.chips import find_accelerator_chip
+from bedplate.facts.published_weights import find_original
 from bedplate.values import Decision, Hardware, Hint, LatencyTarget, Workload, replace_fields
 from bedplate.values.decision import HintCause
 from bedplate.values.intent import Intent
@@ -29,15 +32,16 @@ def add_hints(decision: Decision, case: DecisionCase, engines: Mapping[str, Engi
     """The decision with all hints; `case` has the whole machine, also the part that the engine does not use."""
     engine = engines.get(decision.engine) if decision.engine is not None else None
     found = (
-        _find_unsupported_hardware(decision, case.hardware, engines)
+        _find_unsupported_hardware(decision, case, engines)
         if engine is None
         else [
             *_find_idle_cards(decision, case, engine, engines),
-            *_find_idle_nodes(decision, case.hardware, case.workload),
+            *_find_idle_nodes(decision, case, engine),
             *_find_idle_sockets(decision, case.hardware, engine),
             *_find_missed_targets(decision, case.workload),
             *_find_unusable_speed(decision, case.workload),
-            *_find_waiting_requests(decision, case.workload),
+            *_find_waiting_requests(decision, case.workload, engine),
+            *_find_unreachable_rate(decision, case),
             *_find_ignored_fields(decision, case, engine, engines),
         ]
     )
@@ -61,8 +65,9 @@ def _set_hints(decision: Decision, details: tuple[Hint, ...]) -> Decision:
     return replace_fields(decision, hint_details=details, hints=tuple(map(describe_hint, details)))
 
 
-def _find_unsupported_hardware(decision: Decision, hardware: Hardware, engines: Mapping[str, Engine]) -> Iterator[Hint]:
+def _find_unsupported_hardware(decision: Decision, case: DecisionCase, engines: Mapping[str, Engine]) -> Iterator[Hint]:
     """Accelerators that no engine uses, or that are used by engines that do not run this model."""
+    hardware = case.hardware
     cards, users = hardware.accelerators, _list_users(hardware, engines)
     name = cards[0].name if cards else hardware.cpu.name
     if cards and not users:
@@ -71,7 +76,21 @@ def _find_unsupported_hardware(decision: Decision, hardware: Hardware, engines: 
             projects=_list_projects(hardware, engines),
         )  # fmt: skip
     elif not decision.hint_details:
-        yield Hint(kind="unsupported-model", device=name, engines=users)
+        bare = replace_fields(hardware, accelerators=(), links=())
+        able = [engine for engine in engines.values() if _has_weights(engine, bare, case)]
+        on_cpu = tuple(engine.id for engine in sorted(able, key=lambda engine: engine.effort)[:MOST_NAMED])
+        yield Hint(
+            kind="unsupported-model", device=name, engines=users, cpu_engines=on_cpu if cards else (),
+            original=find_original(case.model),
+        )  # fmt: skip
+
+
+def _has_weights(engine: Engine, hardware: Hardware, case: DecisionCase) -> bool:
+    """Whether it runs this model on this hardware, and loads or makes weights of it."""
+    target = engine.find_target(hardware)
+    if target is None or engine.refuse(hardware, case.model, case.workload) is not None:
+        return False
+    return bool(engine.list_weights(target, case.model, case.workload))
 
 
 def _list_cpu_engines() -> tuple[str, ...]:
@@ -103,8 +122,11 @@ def _find_idle_cards(
     """One hint for each kind of card."""
     cards, count = case.hardware.accelerators, _count_used_cards(decision)
     usable = find_cards(case.hardware, engine.vendors) if count else []
+    named = decision.settings.cards if decision.settings is not None else ()
     # Drivers of two vendors may both number their cards from 0.
-    used, able = {id(card) for card in usable[:count]}, {id(card) for card in usable}
+    used = {id(card) for card in (pick_cards(case.hardware, named) if named and count else usable[:count])}
+    able = {id(card) for card in usable}
+    families = {get_card_family(card) for card in cards if id(card) in used}
     for name in dict.fromkeys(card.name for card in cards if id(card) not in used):
         alike = [card for card in cards if card.name == name]
         idle = [card for card in alike if id(card) not in used]
@@ -112,6 +134,8 @@ def _find_idle_cards(
             others: tuple[str, ...] = ()
             projects: tuple[str, ...] = ()
             cause: HintCause = "enough" if _meets_workload(decision, case.workload) else "layout"
+            if cause == "layout" and get_card_family(idle[0]) not in families:
+                cause = "vendor"
         else:
             part = replace_fields(case.hardware, accelerators=tuple(alike))
             others = tuple(one for one in _list_able(part, case, engines) if one != engine.id)
@@ -135,7 +159,8 @@ def _meets_workload(decision: Decision, workload: Workload) -> bool:
     return decision.max_concurrency >= decision.in_flight and not misses_target
 
 
-def _find_idle_nodes(decision: Decision, hardware: Hardware, workload: Workload) -> Iterator[Hint]:
+def _find_idle_nodes(decision: Decision, case: DecisionCase, engine: Engine) -> Iterator[Hint]:
+    hardware = case.hardware
     if not hardware.accelerators:
         return
     chip = find_accelerator_chip(hardware.accelerators[0])
@@ -144,7 +169,9 @@ def _find_idle_nodes(decision: Decision, hardware: Hardware, workload: Workload)
     if used < total and total > 1:
         cause: HintCause = "engine"
         if used:
-            cause = "enough" if _meets_workload(decision, workload) else "layout"
+            cause = "enough" if _meets_workload(decision, case.workload) else "layout"
+            if cause == "layout" and "data" not in engine.ways and not engine.can_distribute(case.model):
+                cause = "one-node"
         yield Hint(kind="idle-nodes", used=max(1, used), total=total, cause=cause)
 
 
@@ -199,7 +226,28 @@ def find_growing_queue(decision: Decision, workload: Workload) -> Hint | None:
     )  # fmt: skip
 
 
-def _find_waiting_requests(decision: Decision, workload: Workload) -> Iterator[Hint]:
+def _find_unreachable_rate(decision: Decision, case: DecisionCase) -> Iterator[Hint]:
+    """Inputs that arrive faster than the devices compute at their peak, where the speed is not predicted."""
+    arriving, hardware, model = case.workload.requests_per_s, case.hardware, case.model
+    if arriving is None or case.workload.task == "transcribe" or decision.estimate.output_tok_s is not None:
+        return
+    count = _count_used_cards(decision)
+    rates = get_machine_rates(hardware if count else replace_fields(hardware, accelerators=(), links=()))
+    peak_ops = rates.rate("bf16", "fp16", "fp32") if count else rates.rate("fp32")
+    looked_up = sum(part.parameters for part in model.parts if part.name == "embedding")
+    computed = model.parameters if model.active_parameters is None else model.active_parameters
+    needed_ops = 2.0 * (computed - looked_up) * case.workload.prompt_tokens
+    if not peak_ops or needed_ops <= 0 or (decision.weights is not None and "8" in decision.weights.label):
+        return
+    most = peak_ops * max(1, count) / needed_ops
+    if most < arriving:
+        yield Hint(
+            kind="growing-queue", requests_per_s=arriving, answered_per_s=most, machines=math.ceil(arriving / most),
+            bottleneck="compute",
+        )  # fmt: skip
+
+
+def _find_waiting_requests(decision: Decision, workload: Workload, engine: Engine) -> Iterator[Hint]:
     queue = find_growing_queue(decision, workload) if workload.depends_on_latency else None
     if queue is not None:
         yield queue
@@ -207,7 +255,14 @@ def _find_waiting_requests(decision: Decision, workload: Workload) -> Iterator[H
     running = min(slots, decision.max_concurrency)
     if running < decision.in_flight:
         cause: HintCause | None = "engine" if decision.max_concurrency >= decision.in_flight else None
-        yield Hint(kind="waiting-requests", used=running, total=decision.in_flight, cause=cause)
+        # A paged cache grows with the requests: more of the usual length run than of the longest.
+        usual = slots if engine.paged and workload.request_tokens > workload.usual_tokens else running
+        if usual >= decision.in_flight:
+            cause = "length"
+        yield Hint(
+            kind="waiting-requests", used=running, total=decision.in_flight, cause=cause,
+            most_tokens=workload.request_tokens if cause == "length" else None,
+        )  # fmt: skip
 
 
 def _find_ignored_fields(

@@ -201,7 +201,8 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(4 * MAX_CHARACTERS + 1)
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        hint = "check its name and its permissions; bedplate init writes an intent file"
+        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error), hint=hint) from error
     if len(raw) > 4 * MAX_CHARACTERS:
         raise UsageError(
             f"{path} is larger than {4 * MAX_CHARACTERS:,} bytes, so it is neither an intent nor a saved machine"
@@ -209,7 +210,8 @@ def _read_text(path: Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text", cause=str(error)) from error
+        hint = "specify an intent in YAML, or a file from bedplate probe --json"
+        raise UsageError(f"{path} is not text", cause=str(error), hint=hint) from error
 
 
 def _parse_text(text: str, origin: str) -> tuple[object, dict[str, int], str]:
@@ -230,7 +232,8 @@ class _FieldLocations:
     def make_error(self, path: str, what: str, hint: str | None = None) -> UsageError:
         line = self._lines.get(path)
         cause = f"line {line} of {self.origin}" if line is not None else None
-        return UsageError(f"{path}: {what}" if path else f"{self.origin}: {what}", cause=cause, hint=hint)
+        message = f"{path}: {what}" if path else f"{self.origin}: {what}"
+        return UsageError(message, cause=cause, hint=hint or "docs/intent.md describes the fields of an intent")
 
 
 def _drop_nulls(data: Any) -> Any:

@@ -15,6 +15,9 @@ LEAST_GROUP = 4
 PCIE_TENSOR_CARDS = 4
 """Over PCIe, tensor parallelism on more cards costs more than it saves; pipelines exchange data once per stage."""
 MOST_PIPELINE = 32
+SLOW_NODES = (2, 3, 4, 6, 8)
+SPACIOUS_SHARE, FULL_SHARE = 0.6, 0.9
+"""Shares of a node's memory: with less for the weights, each node has a replica; with more, it does not hold them."""
 LARGE_MIXTURE = 100e9
 """Parameters of mixtures for which recipes name data parallel attention; smaller ones have replicas instead."""
 
@@ -29,6 +32,7 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
     node, fast = min(hardware.cards_per_node, cards), count_fast_cards(hardware)
     if target.chip is not None and target.chip.kind == "accelerator" and target.chip.link is not None:
         fast = max(fast, target.chip.link.domain)  # Gaudi's own network
+    nodes = _count_slow_nodes(hardware, model, node) if fast < node < cards else ()
     each_host = min(node, (target.chip.per_host if target.chip is not None else None) or node)
     for tensor in TENSOR_SIZES:
         if tensor > cards or (tensor > 1 and "tensor" not in engine.ways):
@@ -41,7 +45,7 @@ def list_layouts(hardware: Hardware, engine: Engine, model: Model) -> Iterator[P
             # One attention replica is in one node; only the experts, or the stages of a pipeline, may be distributed.
             if (tensor // attention <= node or "pipeline" not in engine.ways) and can_divide(model, tensor // attention)
         ]
-        for pipeline in _list_stages(engine, model, tensor, node, cards, fast) if ways else ():
+        for pipeline in _list_stages(engine, model, tensor, node, cards, fast, nodes) if ways else ():
             most = cards // (tensor * pipeline) if "data" in engine.ways else 1
             for expert, attention in ways:
                 if pipeline > 1 and 1 < attention < tensor:
@@ -92,14 +96,30 @@ def _list_replicas(most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*powers, most])) if most > 1 else (1,)
 
 
-def _list_stages(engine: Engine, model: Model, tensor: int, node: int, cards: int, fast: int) -> tuple[int, ...]:
-    """Numbers of pipeline stages: across nodes if a node is too small, within a node if its links are slow."""
+def _count_slow_nodes(hardware: Hardware, model: Model, node: int) -> tuple[int, ...]:
+    """Numbers of nodes that hold the model together, if one is too small, with slow links within each."""
+    node_bytes = sum([card.free_bytes or card.memory_bytes or 0 for card in hardware.accelerators[:node]])
+    if not node_bytes or model.weight_bytes <= SPACIOUS_SHARE * node_bytes:
+        return ()
+    least = model.weight_bytes / (FULL_SHARE * node_bytes)
+    return tuple(count for count in SLOW_NODES if least <= count <= max(2.0, 2 * least))
+
+
+def _list_stages(
+    engine: Engine, model: Model, tensor: int, node: int, cards: int, fast: int, nodes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Numbers of pipeline stages: across nodes if a node is too small, within a node if its links are slow.
+
+    With slow links, a pipeline over several nodes has all cards of each.
+    """
     if "pipeline" not in engine.ways:
         return (1,)
     most = min(cards // tensor, MOST_PIPELINE, model.num_layers or 1)
     # Within a node with fast links, tensor parallelism is faster, so stages only go across nodes.
     within = 1 if fast >= node and "tensor" in engine.ways else node // tensor
     sizes = {1, *range(2, within + 1), *(size for size in (2, 3, 4, 6, 8, 12, 16, 24, 32) if tensor == node)}
+    if within > 1 and node % tensor == 0:
+        sizes |= {within * count for count in nodes}
     return tuple(sorted(size for size in sizes if size <= max(1, most)))
 
 
@@ -126,4 +146,6 @@ def _list_expert_ways(engine: Engine, model: Model, tensor: int, node: int, card
 
 def count_fast_cards(hardware: Hardware) -> int:
     """The number of cards with a link to the first card that is faster than PCIe, including the first."""
-    return 1 + len([one for one in hardware.links if one.kind in FAST_LINKS and one.a == "0" and one.b != "host"])
+    first = str(hardware.accelerators[0].index) if hardware.accelerators else "0"
+    ends = [(one.a, one.b) for one in hardware.links if one.kind in FAST_LINKS]
+    return 1 + len([pair for pair in ends if first in pair and "host" not in pair])

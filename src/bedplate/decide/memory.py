@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bedplate.decide.cards import SAME_FREE, get_free_bytes, keep_cards
 from bedplate.engines import Engine
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.engines.base import RESERVED_SHARE, find_cards
+from bedplate.engines.base import LIMITED_VENDORS, RESERVED_SHARE, find_cards
+from bedplate.engines.visible import pick_cards
 from bedplate.errors import UsageError
 from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.facts.known_models import apply_label
@@ -38,6 +40,8 @@ def fit(
     chosen = engine_by_id(engine) if isinstance(engine, str) else engine
     layout = parallelism or Parallelism()
     weights = apply_label(model, quantization) if quantization is not None else model
+    if settings is not None and settings.cards:
+        hardware = keep_cards(hardware, pick_cards(hardware, settings.cards))
     cards = select_cards(hardware, chosen, layout) if settings is None or settings.device != "cpu" else ()
     stored = kv_type or (settings.kv_type if settings is not None else "16-bit")
     asked = MemoryDemand.from_workload(chosen, workload, settings, stored)
@@ -45,7 +49,10 @@ def fit(
         if layout != Parallelism():
             raise UsageError("the layout divides the model among accelerators, but the machine has none")
         return _fit_on_host(hardware, weights, chosen, asked)
-    found = _fit_on_cards(cards, weights, chosen, layout, asked)
+    if _is_divided_by_memory(cards, weights, chosen, layout):
+        found = _fit_by_memory(cards, weights, chosen, asked)
+    else:
+        found = _fit_on_cards(cards, weights, chosen, layout, asked)
     if not found.fits and chosen.offloads and layout.tensor == layout.data == 1:
         return _fit_offloaded(hardware, cards, weights, chosen, asked) or found
     return found
@@ -170,10 +177,6 @@ def _get_end_bytes(model: Model, engine: Engine | None) -> tuple[int, int]:
     return embedding + sizes.get("vision", 0), sizes.get("output", 0)
 
 
-def get_free_bytes(card: Accelerator) -> int | None:
-    return card.free_bytes if card.free_bytes is not None else card.memory_bytes
-
-
 def _sum_expert_bytes(model: Model) -> int:
     return sum(part.bytes for part in model.parts if part.name == EXPERTS)
 
@@ -222,7 +225,7 @@ def _fit_on_cards(
     sizes = [card.free_bytes if card.free_bytes is not None else card.memory_bytes for card in cards]
     known, use = [size for size in sizes if size is not None], engine.uses
     free = min(known) if len(known) == len(sizes) else None
-    usable = round(free * use.share) if free is not None else None
+    usable = round(free * _get_usable_share(cards[0], engine)) if free is not None else None
     weights = get_weight_bytes_on_device(model, layout, engine)
     bits = engine.get_stored_cache_bits(asked.kv_type)
     cache_each = get_kv_bytes_on_device(model, asked.tokens, layout, engine, bits)
@@ -255,6 +258,63 @@ def _fit_on_cards(
         adapter_bytes=adapters,
     )
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted * layout.data, max_concurrency=most * layout.data)
+
+
+def _get_usable_share(card: Accelerator, engine: Engine) -> float:
+    """Memory that a GPU shares with the system is not used to the last byte, unless the system limits its part."""
+    if card.unified_memory and card.vendor not in LIMITED_VENDORS:
+        return min(engine.uses.share, 1 - RESERVED_SHARE)
+    return engine.uses.share
+
+
+def _is_divided_by_memory(cards: Sequence[Accelerator], model: Model, engine: Engine, layout: Parallelism) -> bool:
+    """Whether cards of different size get different numbers of layers."""
+    if layout.pipeline == 1 or layout.tensor * layout.data > 1 or engine.loading.divides != "by memory":
+        return False
+    sizes = [get_free_bytes(card) or 0 for card in cards]
+    return bool(model.num_layers) and min(sizes) < SAME_FREE * max(sizes)
+
+
+def _fit_by_memory(cards: Sequence[Accelerator], model: Model, engine: Engine, asked: MemoryDemand) -> Fit:
+    """Each card holds layers in proportion to its free memory; any of them may be the first that is full."""
+    sizes, use, layers = [get_free_bytes(card) or 0 for card in cards], engine.uses, model.num_layers
+    counts = engine.count_layers_by_memory(layers, sizes)
+    bits = engine.get_stored_cache_bits(asked.kv_type)
+    cache_each, experts = model.compute_kv_bytes(asked.tokens, bits), _sum_expert_bytes(model)
+    adapters, (first, last) = asked.compute_adapter_bytes(model), _get_end_bytes(model, engine)
+    rest, with_experts = model.weight_bytes - experts - first - last, model.num_moe_layers or layers
+
+    def compute_activations(requests: int) -> float:
+        return engine.compute_activation_bytes(model, asked.prompt_tokens * requests)
+
+    def compute_weights(number: int) -> int:
+        # Layers with experts may all be on this card.
+        here = rest * counts[number] / layers + experts * min(1.0, counts[number] / with_experts)
+        return round(here + (first if number == 0 else 0) + (last if number == len(cards) - 1 else 0))
+
+    def compute_high(number: int, requests: int) -> float:
+        share = counts[number] / layers
+        own = (compute_activations(requests) + use.device_bytes) * (1 + use.spread)
+        return compute_weights(number) + (adapters + cache_each * requests) * share + own
+
+    most = min(
+        find_most_requests(lambda some, at=number: compute_high(at, some), size * use.share, asked.ceiling)  # type: ignore[misc]
+        for number, size in enumerate(sizes)
+    )
+    counted = max(1, min(asked.in_flight, most))
+    needs = [
+        DeviceNeed(
+            device=card.name,
+            weights_bytes=compute_weights(number),
+            kv_bytes=round(cache_each * counted * counts[number] / layers),
+            activation_bytes=make_estimate(compute_activations(counted), use.spread, use.source),
+            overhead_bytes=make_estimate(use.device_bytes, use.spread, use.source),
+            usable_bytes=round(sizes[number] * use.share),
+            adapter_bytes=round(adapters * counts[number] / layers),
+        )
+        for number, card in enumerate(cards)
+    ]
+    return Fit(fits=most >= 1, devices=tuple(needs), concurrency=counted, max_concurrency=most)
 
 
 def name_cards(cards: Sequence[Accelerator]) -> str:
@@ -330,7 +390,8 @@ def _fit_offloaded(
     if not model.num_layers or any(room is None for room in rooms) or any(card.unified_memory for card in cards):
         return None  # unified memory has no separate host memory to offload to
     use, count, layers = engine.uses, len(cards), model.num_layers
-    usable = round(min(room or 0 for room in rooms) * use.share)
+    sizes = [room or 0 for room in rooms]
+    usable, differ = round(min(sizes) * use.share), min(sizes) < SAME_FREE * max(sizes)
     host_usable = round(hardware.memory.available_bytes * (1 - RESERVED_SHARE))
     cache_each = model.compute_kv_bytes(asked.tokens, engine.get_stored_cache_bits(asked.kv_type))
     experts = _sum_expert_bytes(model)
@@ -340,6 +401,9 @@ def _fit_offloaded(
 
     def compute_overhead(requests: int) -> float:
         return use.device_bytes + engine.compute_activation_bytes(model, asked.prompt_tokens * requests)
+
+    def divide(kept: int) -> tuple[int, ...]:
+        return engine.count_layers_by_memory(layers, sizes, kept)
 
     def split(requests: int) -> _Split:
         each = usable - adapters - compute_overhead(requests) * (1 + use.spread)
@@ -353,8 +417,17 @@ def _fit_offloaded(
             if kept or _fit_layers(model, 0, with_experts, cache, count, each):
                 on_cards = round(dense + kept * experts / with_experts)
                 return _Split("experts", kept, with_experts - kept, on_cards, cache)
-        # The layers on cards are divided evenly, and each card holds whole layers.
-        kept = max(0, min(layers, count * int(each // ((model.weight_bytes + cache) / layers))))
+        # The layers on cards are divided evenly or by memory, and each card holds whole layers.
+        layer = (model.weight_bytes + cache) / layers
+        kept = max(0, min(layers, count * int(each // layer)))
+        if differ:
+            lost = usable - each
+            kept = find_largest(
+                lambda some: all(
+                    number * layer <= size * use.share - lost for number, size in zip(divide(some), sizes, strict=True)
+                ),
+                layers,
+            )
         on_cards = round(model.weight_bytes * kept / layers)
         return _Split("layers", kept, layers - kept, on_cards, round(cache * kept / layers))
 
@@ -371,20 +444,30 @@ def _fit_offloaded(
     most = find_largest(fits, asked.ceiling)
     counted = max(1, min(asked.in_flight, most))
     part = split(counted)
-    on_card = DeviceNeed(
-        device=name_cards(cards),
-        count=count,
-        weights_bytes=part.card_weights // count,
-        kv_bytes=part.card_cache // count,
-        activation_bytes=make_estimate(0, 0),
-        overhead_bytes=make_estimate(compute_overhead(counted), use.spread, use.source),
-        usable_bytes=usable,
-        adapter_bytes=adapters,
-    )
+
+    def describe_need(some: Sequence[Accelerator], share: float, size: int) -> DeviceNeed:
+        return DeviceNeed(
+            device=name_cards(some),
+            count=len(some),
+            weights_bytes=int(part.card_weights * share),
+            kv_bytes=int(part.card_cache * share),
+            activation_bytes=make_estimate(0, 0),
+            overhead_bytes=make_estimate(compute_overhead(counted), use.spread, use.source),
+            usable_bytes=size,
+            adapter_bytes=adapters,
+        )
+
+    on_cards = [describe_need(cards, 1 / count, usable)]
+    if differ and part.kind == "layers" and part.layers:
+        shares = [number / part.layers for number in divide(part.layers)]
+        on_cards = [
+            describe_need([card], share, round(size * use.share))
+            for card, share, size in zip(cards, shares, sizes, strict=True)
+        ]
     on_host = compute_host(counted, part)
     return Fit(
         fits=most >= 1,
-        devices=(on_card, on_host),
+        devices=(*on_cards, on_host),
         concurrency=counted,
         max_concurrency=most,
         offload=Offload(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bedplate.engines import Engine
 from bedplate.engines.base import find_cards
+from bedplate.engines.visible import pick_cards, show_cards
 from bedplate.facts.chips import find_accelerator_chip
-from bedplate.values import Decision, Hardware, NodeLaunch, Plan, replace_fields
+from bedplate.values import Decision, Hardware, Launch, NodeLaunch, Plan, replace_fields
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
-"""The variable that restricts a process to some accelerators."""
 ADDRESS = "NODE_{node}_ADDRESS"
 """Written in commands instead of the address of a node, which a plan does not know."""
 
@@ -21,6 +20,13 @@ def count_host_cards(hardware: Hardware, engine: Engine) -> int:
     return max(1, min(each, (chip.per_host if chip is not None else None) or each))
 
 
+def make_launch(plan: Plan, engine: Engine, hardware: Hardware, port: int) -> Launch:
+    """The launch of a plan on this machine: if the plan names its accelerators, the process sees no others."""
+    launch = engine.launch(plan, port)
+    shown = show_cards(plan.settings.device, pick_cards(hardware, plan.settings.cards))
+    return replace_fields(launch, env={**launch.env, **shown}) if shown else launch
+
+
 def list_node_launches(plan: Plan, engine: Engine, hardware: Hardware, port: int) -> tuple[NodeLaunch, ...]:
     """The commands of all nodes; empty if one command is enough. Every command has an endpoint of its own."""
     layout, each = plan.parallelism, count_host_cards(hardware, engine)
@@ -31,27 +37,30 @@ def list_node_launches(plan: Plan, engine: Engine, hardware: Hardware, port: int
     if wide > each:
         return _launch_wide_replicas(plan, engine, port, -(-wide // each))
     if is_separate:
-        return _launch_separate_replicas(plan, engine, port, each // wide)
+        return _launch_separate_replicas(plan, engine, hardware, port, each // wide)
     found: list[NodeLaunch] = []
     most, first = each // wide, 0
     while first < layout.data:
         here = replace_fields(plan, parallelism=replace_fields(layout, data=min(most, layout.data - first)))
-        launch = engine.launch(here, port)
+        launch = make_launch(here, engine, hardware, port)
         found.append(NodeLaunch(node=len(found), replica=first, argv=launch.argv, env=launch.env))
         first += here.parallelism.data
     return tuple(found)
 
 
-def _launch_separate_replicas(plan: Plan, engine: Engine, port: int, each: int) -> tuple[NodeLaunch, ...]:
+def _launch_separate_replicas(
+    plan: Plan, engine: Engine, hardware: Hardware, port: int, each: int
+) -> tuple[NodeLaunch, ...]:
     """A server for each replica, `each` of them on a node, with its own accelerators and port."""
-    layout, variable = plan.parallelism, VISIBLE.get(plan.settings.device)
+    layout = plan.parallelism
+    cards = pick_cards(hardware, plan.settings.cards) or hardware.accelerators
     alone, wide = replace_fields(plan, parallelism=replace_fields(layout, data=1)), layout.tensor * layout.pipeline
     found = []
     for replica in range(layout.data):
         node, place = divmod(replica, each)
         launch = engine.launch(alone, port + place)
-        cards = ",".join(map(str, range(place * wide, (place + 1) * wide)))
-        env = {**launch.env, variable: cards} if variable is not None and each > 1 else launch.env
+        own = cards[place * wide : (place + 1) * wide]
+        env = {**launch.env, **show_cards(plan.settings.device, own)} if each > 1 else launch.env
         found.append(NodeLaunch(node=node, replica=replica, argv=launch.argv, env=env))
     return tuple(found)
 

@@ -34,7 +34,7 @@ from bedplate.decide.targets import compute_shortfall, get_slack, list_latencies
 from bedplate.engines import Engine
 from bedplate.engines.base import SIXTEEN_BIT
 from bedplate.values import ArrivalProcess, Refusal
-from bedplate.values.units import format_figure
+from bedplate.values.units import format_latency
 
 SAME = 0.97
 """An estimate cannot tell candidates within three percent apart; then the one with fewer GPUs is preferred."""
@@ -110,10 +110,8 @@ def classify_fidelity(candidate: EngineCandidate, case: DecisionCase) -> int:
 
 def classify_simplicity(candidate: EngineCandidate) -> tuple[int, bool, bool]:
     """Effort of the engine, a conversion before the start, one replica on several machines."""
-    ranks, several = candidate.layout.tensor * candidate.layout.pipeline, False
-    if ranks > 1:
-        chip, each = candidate.target.chip, candidate.hardware.cards_per_node
-        several = ranks > min(each, (chip.per_host if chip is not None else None) or each)
+    ranks = candidate.layout.tensor * candidate.layout.pipeline
+    several = ranks > 1 and ranks > _count_host_cards(candidate)
     return candidate.engine.effort, candidate.weights.made == "converted", several
 
 
@@ -143,7 +141,8 @@ def add_exclusion(rule_id: str, source: str) -> Callable[[Keeps], Keeps]:
 
 @add_exclusion("quant.least", 'landscape "for text generation, 4-bit quantization is often acceptable"')
 def keep_enough_bits(candidates: Sequence[EngineCandidate], case: DecisionCase) -> list[EngineCandidate]:
-    """Weights of fewer than 4 bits are used only if nothing else fits; fewer than 8 bits only once."""
+    """Weights of fewer than 4 bits are used only if nothing else fits, and weights that had fewer than 8 bits are not
+    quantized below 8 again."""
     least = get_least_bits(case.model)
     return [one for one in candidates if one.nominal_bits >= least]
 
@@ -176,10 +175,19 @@ def keep_fetched(candidates: Sequence[EngineCandidate], case: DecisionCase) -> l
 
 @add_exclusion("fit.on-cards", "physics: RAM is many times slower than the memory of a GPU")
 def keep_on_cards(candidates: Sequence[EngineCandidate], case: DecisionCase) -> list[EngineCandidate]:
-    """Weights stay in RAM only if all GPUs together cannot hold fewer bits; then all GPUs hold a part of them."""
-    on_cards = [one for one in candidates if one.fit.offload is None]
-    most = max(one.cards for one in candidates)
-    return on_cards or [one for one in candidates if one.cards == most]
+    """Weights stay in RAM only if all GPUs together cannot hold fewer bits; then the GPUs hold as many as they can."""
+    if on_cards := [one for one in candidates if one.fit.offload is None]:
+        return on_cards
+    least: dict[object, tuple[int, int]] = {}
+    for one in candidates:
+        key = (one.weights, one.settings.kv_type)
+        least[key] = min(least.get(key, _rank_host_share(one)), _rank_host_share(one))
+    return [one for one in candidates if _rank_host_share(one) == least[one.weights, one.settings.kv_type]]
+
+
+def _rank_host_share(candidate: EngineCandidate) -> tuple[int, int]:
+    """Fewer bytes in RAM come first, then more GPUs."""
+    return candidate.fit.offload.host_bytes if candidate.fit.offload is not None else 0, -candidate.cards
 
 
 @add_exclusion("load.sustained", "physics: Little's law")
@@ -263,11 +271,31 @@ def choose_best(candidates: Sequence[EngineCandidate], case: DecisionCase) -> En
     if uses_fewest_cards(case) and (quick := [pair for pair in group if is_quick(pair[1], case)]):
         fewest = min(standing.cards for standing, _ in quick)
         group = [pair for pair in quick if pair[0].cards == fewest]
+    best = _choose_fastest(group)
+    if count_hosts(best) == 1:
+        return best
+    # Replicas on several hosts need a load balancer, so that they are not used for a few percent.
+    least = max(standing.speed for standing, _ in group) / MARGIN
+    together = [pair for pair in group if pair[0].speed >= least and count_hosts(pair[1]) == 1]
+    return _choose_fastest(together) if together else best
+
+
+def _choose_fastest(group: Sequence[tuple[Standing, EngineCandidate]]) -> EngineCandidate:
     fastest = max(standing.speed for standing, _ in group)
     return min(
         ((standing, one) for standing, one in group if standing.speed >= fastest * SAME),
         key=lambda pair: (pair[0].cards, _rank_complexity(pair[1])),
     )[1]
+
+
+def count_hosts(candidate: EngineCandidate) -> int:
+    """The number of operating systems that all replicas together use."""
+    return -(-candidate.cards // _count_host_cards(candidate))
+
+
+def _count_host_cards(candidate: EngineCandidate) -> int:
+    chip, each = candidate.target.chip, candidate.hardware.cards_per_node
+    return max(1, min(each, (chip.per_host if chip is not None else None) or each))
 
 
 def is_quick(candidate: EngineCandidate, case: DecisionCase) -> bool:
@@ -333,6 +361,8 @@ def explain_loss(candidate: EngineCandidate, chosen: EngineCandidate, case: Deci
         return f"{1 - own.speed / best.speed:.0%} fewer {what}"
     if own.cards > best.cards:
         return f"{own.cards} GPUs instead of {best.cards} for about the same speed"
+    if candidate.engine is chosen.engine:
+        return "about as fast, in a layout that is less simple"
     return f"about as fast as {chosen.engine.name}"
 
 
@@ -340,7 +370,7 @@ def _describe_missed(candidate: EngineCandidate, case: DecisionCase) -> str:
     if candidate.usual_concurrency < case.in_flight:
         return f"holds {candidate.usual_concurrency:,} of {case.in_flight:,} concurrent requests"
     over = [
-        f"{name} {format_figure(took)} ms of {format_figure(limit)}"
+        f"{name} {format_latency(took)} of {format_latency(limit)}"
         for name, took, limit in list_latencies(candidate, case)
         if took > limit * get_slack(case)
     ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bedplate.decide.memory import get_free_bytes
+from bedplate.decide.cards import get_free_bytes, has_different_cards, keep_cards
 from bedplate.decide.nodes import has_separate_replicas
 from bedplate.decide.wording import join_alternatives
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.engines.roles import FIRST
+from bedplate.engines.visible import pick_cards
 from bedplate.errors import NotPossible
 from bedplate.values import Accelerator, Decision, Hardware, Workload, replace_fields
+from bedplate.values.fit import DeviceNeed
 from bedplate.values.units import format_memory
 
 HOST = "host"
@@ -83,6 +86,8 @@ def _make_parts(
         ask = asks[index]
         rest = subtract_needs(hardware, taken, budget_bytes)
         part = _make_part(rest, ask, most_cards, alone=len(asks) == 1, name_cards=len(hardware.accelerators) > 1)
+        if len(part.cards) == 1 and has_different_cards(hardware):
+            part = replace(part, decision=_name_cards(part.decision, part.cards[0]))
         if not part.decision.fits and (len(asks) > 1 or ask.replicas > 1 or budget_bytes is not None):
             others = [asks[other].name for other in stay if other in found]
             raise _explain_too_much(ask, part.decision, others, hardware, budget_bytes)
@@ -101,17 +106,41 @@ def _make_parts(
 def _make_part(hardware: Hardware, ask: ServiceAsk, most_cards: int, *, alone: bool, name_cards: bool) -> MachinePart:
     if alone and ask.replicas == 1:
         decision = ask.decides(hardware, ask.workload)
+        chosen = decision.settings.cards if decision.settings is not None else ()
         if not has_separate_replicas(decision):
-            return MachinePart(ask.workload, decision, (count_need(decision, hardware.accelerators),), ((),))
+            return MachinePart(ask.workload, decision, (count_need(decision, hardware.accelerators),), (chosen,))
         layout = decision.parallelism
+        hardware = keep_cards(hardware, pick_cards(hardware, chosen)) if chosen else hardware
         ask, most_cards = replace(ask, replicas=layout.data), layout.tensor * layout.pipeline
-    groups = [group[:most_cards] for group in _group_cards(hardware.accelerators, ask.replicas)]
+    cards = sorted(hardware.accelerators, key=lambda card: -(get_free_bytes(card) or 0))
+    if not has_different_cards(hardware):
+        cards = list(hardware.accelerators)
+    groups = [group[:most_cards] for group in _group_cards(cards, ask.replicas)]
     machine, workload = take_portion(hardware, groups[-1], ask.replicas), _divide_workload(ask.workload, ask.replicas)
     decision = ask.decides(machine, workload)
-    used = [group[: _count_used_cards(decision)] for group in groups]
-    needs = tuple(count_need(decision, group) for group in groups)
-    cards = tuple(tuple(card.index for card in group) for group in used)
-    return MachinePart(workload, decision, needs, cards if name_cards else tuple(() for _ in groups))
+    used = [_pick_used(decision, groups[-1], group) for group in groups]
+    decision = _name_cards(decision, ())
+    needs = tuple(count_need(decision, group) for group in used)
+    indexes = tuple(tuple(card.index for card in group) if name_cards else () for group in used)
+    return MachinePart(workload, decision, needs, indexes)
+
+
+def _pick_used(
+    decision: Decision, decided_for: Sequence[Accelerator], group: Sequence[Accelerator]
+) -> tuple[Accelerator, ...]:
+    """The cards of one replica's group at the places of those that the decision uses."""
+    named = decision.settings.cards if decision.settings is not None else ()
+    if not named:
+        return tuple(group[: _count_used_cards(decision)])
+    places = {card.index: place for place, card in enumerate(decided_for)}
+    return tuple(group[places[index]] for index in named)
+
+
+def _name_cards(decision: Decision, cards: tuple[int, ...]) -> Decision:
+    """The decision for these cards; for none, if each of its replicas has others."""
+    if decision.settings is None or decision.settings.cards == cards:
+        return decision
+    return replace_fields(decision, settings=replace_fields(decision.settings, cards=cards))
 
 
 def _is_crowded(part: MachinePart, ask: ServiceAsk, hardware: Hardware) -> bool:
@@ -121,15 +150,29 @@ def _is_crowded(part: MachinePart, ask: ServiceAsk, hardware: Hardware) -> bool:
 
 def count_need(decision: Decision, cards: Sequence[Accelerator]) -> Need:
     """The memory that one engine needs on each device; an engine that reserves a share of a card takes all of it."""
+    settings = decision.settings
+    whole = settings is not None and settings.memory_share is not None
+    needs = decision.memory.devices if decision.memory is not None else ()
     found: dict[str, int] = {}
-    whole = decision.settings is not None and decision.settings.memory_share is not None
-    for one in decision.memory.devices if decision.memory is not None else ():
-        if one.device == HOST:
+    for one, card in match_cards(needs, cards, settings.cards if settings is not None else ()):
+        if card is None:
             found[HOST] = found.get(HOST, 0) + one.high_bytes
-            continue
-        for card in cards[: one.count]:
+        else:
             found[f"card {card.index}"] = max(one.high_bytes, (get_free_bytes(card) or 0) if whole else 0)
     return found
+
+
+def match_cards(
+    needs: Sequence[DeviceNeed], cards: Sequence[Accelerator], named: Sequence[int]
+) -> Iterator[tuple[DeviceNeed, Accelerator | None]]:
+    """Each need with its card, or with `None` for the host; cards that need the same share a record."""
+    known = {card.index: card for card in cards}
+    rest = iter([known[index] for index in named if index in known] if named else cards)
+    for one in needs:
+        if one.device == HOST:
+            yield one, None
+        else:
+            yield from ((one, card) for card in itertools.islice(rest, one.count))
 
 
 def subtract_needs(hardware: Hardware, taken: Sequence[Need], budget_bytes: int | None = None) -> Hardware:

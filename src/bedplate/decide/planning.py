@@ -13,9 +13,11 @@ from bedplate.values import Decision, Model, Plan, Workload, replace_fields
 def plan(decision: Decision, model: Model, workload: Workload) -> Plan:
     if decision.engine is None or decision.settings is None or decision.weights is None:
         first = decision.refused[0] if decision.refused else None
+        # A reason that applies to all engines alike is not about one of them.
+        is_common = len({one.why for one in decision.refused}) == 1
         raise NotPossible(
             f"{model.name} cannot be served here as requested",
-            cause=f"{first.engine}: {first.why}" if first else None,
+            cause=(first.why if is_common else f"{first.engine}: {first.why}") if first else None,
             hint=join_alternatives(decision.hints) or (first.hint if first else None),
         )
     source = model if decision.unpacks else None

@@ -11,7 +11,8 @@ from bedplate.decide.choose import decide
 from bedplate.decide.placement import Decides, ServiceAsk, divide_machine
 from bedplate.decide.rules import STANDARD_ENGINE
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.errors import UsageError
+from bedplate.facts.hypothetical import make_simulated_hardware, split_cards
 from bedplate.values import Decision, Hardware, Model, Parallelism
 from bedplate.values.intent import Intent, NodePool, Operations, Service
 from bedplate.values.portfolio import Placement, Portfolio
@@ -144,7 +145,17 @@ def make_pool_machine(pool: NodePool, count: int) -> Hardware:
         "os": pool.os,
         "arch": pool.arch,
     }
-    return make_simulated_hardware({name: value for name, value in described.items() if value is not None})
+    if len(split_cards(pool.accelerator)) > 1:
+        raise UsageError(
+            f"pool {pool.name}: accelerator: all nodes of a pool have the same accelerators",
+            hint="describe nodes with others as a pool of their own",
+        )
+    try:
+        return make_simulated_hardware({name: value for name, value in described.items() if value is not None})
+    except UsageError as error:
+        words = error.message.replace("hardware.", "")
+        hint = "count is the number of accelerators in the whole pool" if words.startswith("count: is ") else error.hint
+        raise UsageError(f"pool {pool.name}: {words}", cause=error.cause, hint=hint) from error
 
 
 def _place_service(

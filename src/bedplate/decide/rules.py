@@ -34,6 +34,8 @@ class Pick(NamedTuple):
     text: str
     holding: bool = False
     """Whether all engines but the last are chosen only if they hold all concurrent requests."""
+    names_first: bool = False
+    """Whether the text is about the first engine, so that a refusal of it is the reason for another one."""
 
 
 class Doubt(NamedTuple):
@@ -147,7 +149,7 @@ def pick_for_non_llm(case: DecisionCase) -> Pick | None:
     task = case.workload.task if case.workload.task != "generate" else case.model.task
     if task in ("embed", "classify") and case.vendor in ("nvidia", "amd") and case.model.format == "safetensors":
         text = f"the task is {task} on a GPU: vLLM computes batches of requests in 16 bits"
-        return Pick(("vllm", "onnxruntime", "pytorch"), text)
+        return Pick(("vllm", "onnxruntime", "pytorch"), text, names_first=True)
     return Pick(("onnxruntime", "pytorch"), f"the task is {task}: an engine for text generation would add nothing")
 
 
@@ -200,7 +202,7 @@ def pick_for_apple(case: DecisionCase) -> Pick | None:
         return None
     if case.has_many_requests:
         return Pick(("llama.cpp", "mlx"), f"{case.concurrent_requests} on a Mac: llama.cpp has a slot for each")
-    return Pick(("mlx", "llama.cpp"), "Apple Silicon: MLX is built for its unified memory")
+    return Pick(("mlx", "llama.cpp"), "Apple Silicon: MLX is built for its unified memory", names_first=True)
 
 
 @add_pick(
@@ -220,7 +222,7 @@ def pick_for_unusual(case: DecisionCase) -> Pick | None:
     """Edge devices, unified memory and GPUs that few engines support run llama.cpp."""
     if case.vendor is None or case.kind == "accelerator":
         return None
-    if case.has_many_requests and case.vendor in ("nvidia", "amd"):
+    if case.has_many_requests and _has_server_cards(case):
         return None
     if _needs_several_nodes(case):
         return None
@@ -396,10 +398,14 @@ def pick_for_huggingface(case: DecisionCase) -> Pick | None:
 )
 def pick_default(case: DecisionCase) -> Pick | None:
     """The default for serving from GPUs is vLLM: it covers the most hardware and models, and is predictable."""
-    if case.vendor not in ("nvidia", "amd"):
+    if not _has_server_cards(case):
         return None
     if case.peak_in_flight == 1:
         return Pick(("vllm", "llama.cpp", "pytorch"), "one request at a time on GPUs")
+    if case.vendor == "intel":
+        # Most of these cards are small, and vLLM does not quantize while it loads there.
+        text = f"{case.concurrent_requests} on GPUs: vLLM is the default"
+        return Pick(("vllm", "llama.cpp"), text, holding=True, names_first=True)
     return Pick(("vllm",), f"{case.concurrent_requests} on GPUs: vLLM is the default")
 
 
@@ -410,6 +416,14 @@ SIMPLEST_FIRST = ("llama.cpp", "mistral.rs", "pytorch", "onnxruntime", "vllm", "
 def pick_simplest(case: DecisionCase) -> Pick | None:
     """If no other rule finds an engine, the simplest engine that can run here and fits."""
     return Pick(SIMPLEST_FIRST, "no engine that suits this workload runs here; this is the simplest that does")
+
+
+def _has_server_cards(case: DecisionCase) -> bool:
+    """GPUs for which servers that batch have kernels: vLLM supports Intel's cards, though not its integrated GPUs
+    (docs/getting_started/installation/gpu.xpu.inc.md of v0.26.1rc0-1114-ga014e35)."""
+    return case.vendor in ("nvidia", "amd") or (
+        case.vendor == "intel" and case.kind != "accelerator" and not case.has_unified_memory
+    )
 
 
 def _is_server_grade(case: DecisionCase) -> bool:
@@ -464,7 +478,7 @@ def _doubt_exllama(case: DecisionCase) -> Doubt | None:
 @add_doubt("doubt.llama.cpp", "llama.cpp", 'engines-compared "Not the high-concurrency GPU throughput king"')
 def doubt_llama_cpp_for_many(case: DecisionCase) -> Doubt | None:
     """On GPUs, llama.cpp is not designed for many concurrent requests."""
-    if not case.has_many_requests or case.vendor not in ("nvidia", "amd"):
+    if not case.has_many_requests or not _has_server_cards(case):
         return None
     return Doubt(
         "not designed for many concurrent requests on GPUs", f"fewer than {MANY} concurrent requests, or little VRAM"
@@ -563,7 +577,7 @@ def doubt_ollama(case: DecisionCase) -> Doubt | None:
 @add_doubt("doubt.lmdeploy", "lmdeploy", 'hardware-strategy "Keeping one standard engine"; no article names LMDeploy')
 def doubt_lmdeploy(case: DecisionCase) -> Doubt | None:
     """LMDeploy serves the same cases as vLLM; it is a challenger with 4-bit weights or on GPUs that vLLM dropped."""
-    if case.operations.incumbent == "lmdeploy" or _has_four_bits_for_many(case) or _has_many_on_old_cards(case):
+    if case.operations.incumbent == "lmdeploy" or _has_four_bits_for_many(case) or case.has_pre_turing_cards:
         return None
     hint = "it is already in service, or a measurement here shows that it is faster"
     return Doubt("serves the same cases as vLLM; no measurement here shows that it is better", hint, "outranked")
@@ -574,17 +588,13 @@ def _has_four_bits_for_many(case: DecisionCase) -> bool:
     return case.has_many_requests and case.vendor == "nvidia" and stored in ("AWQ-INT4", "GPTQ-INT4", "MXFP4")
 
 
-def _has_many_on_old_cards(case: DecisionCase) -> bool:
-    return case.has_many_requests and case.has_pre_turing_cards
-
-
 # challenges: engines worth measuring, each with the evidence that would justify it
 
 
 @add_challenge("challenge.vllm", "vllm", 'hardware-strategy "Keeping one standard engine"')
 def measure_vllm(case: DecisionCase, chosen: str) -> str | None:
     """vLLM, the default, is worth measuring if another engine was chosen on GPUs, or for many requests on a CPU."""
-    if case.vendor in ("nvidia", "amd") and (case.peak_in_flight > 1 or chosen in ("tgi", "pytorch")):
+    if _has_server_cards(case) and (case.peak_in_flight > 1 or chosen in ("tgi", "pytorch")):
         return f"throughput and latency no worse than {chosen}'s on your traffic: vLLM is the default"
     if (
         case.vendor is None
@@ -655,7 +665,7 @@ def measure_mlx(case: DecisionCase, chosen: str) -> str | None:
 )
 def measure_lmdeploy(case: DecisionCase, chosen: str) -> str | None:
     """LMDeploy is worth measuring for many concurrent requests with 4-bit weights or on GPUs that vLLM dropped."""
-    if _has_many_on_old_cards(case):
+    if case.has_pre_turing_cards:
         return f"more tokens per second than {chosen} on your traffic: it supports tensor parallelism on these GPUs"
     if not _has_four_bits_for_many(case) or chosen not in ("vllm", "sglang", "tgi", "tensorrt-llm"):
         return None

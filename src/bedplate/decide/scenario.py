@@ -14,6 +14,8 @@ from bedplate.values.workload import Workload
 
 LENGTHS = ("prompt_tokens", "output_tokens", "shared_prefix_tokens")
 LOADS = ("users", "concurrency", "requests_per_s")
+BATCH = "batch"
+"""The scenario in which nobody waits for the answers."""
 
 
 def apply_scenario(
@@ -63,6 +65,8 @@ def make_workload_fields(scenario: Scenario, *, with_load: bool = True) -> dict[
     }
     if means.wait_s > 0:
         fields["think_time_s"] = round(means.wait_s, 1)
+    if scenario.name == BATCH:
+        fields["batch"] = True
     if with_load:
         fields["users" if means.wait_s > 0 else "concurrency"] = scenario.sessions
     return fields
@@ -83,4 +87,5 @@ WORDS = {
 def describe_assumptions(scenario: Scenario, fields: dict[str, Any]) -> str:
     parts = [text.format(fields[field]) for field, text in WORDS.items() if fields.get(field)]
     parts += ["structured output"] if fields.get("structured_output") else []
+    parts += ["nobody waits for an answer"] if fields.get("batch") else []
     return f"assumed by the scenario {scenario.name}: {', '.join(parts)} (docs/scenarios.md)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bedplate.engines.base import LIMITED_VENDORS
 from bedplate.values import Hardware, replace_fields
 
 SYSTEM_BYTES = 4 << 30
@@ -21,7 +22,7 @@ def list_raised_limits(hardware: Hardware) -> tuple[Hardware, ...]:
 def raise_limit(hardware: Hardware, system_bytes: int = SYSTEM_BYTES) -> Hardware | None:
     """The machine after the setting is changed; `None` if it has no such limit, or one that is high enough."""
     cards, total = hardware.accelerators, hardware.memory.total_bytes
-    if len(cards) != 1 or not cards[0].unified_memory or cards[0].vendor not in ("apple", "amd"):
+    if len(cards) != 1 or not cards[0].unified_memory or cards[0].vendor not in LIMITED_VENDORS:
         return None
     most = (total - max(system_bytes, round(total * SYSTEM_SHARE))) // MEBIBYTE * MEBIBYTE
     limit = cards[0].wired_limit_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bedplate.values import Hint, Remedy, Shortage
-from bedplate.values.units import format_figure, format_memory, format_seconds
+from bedplate.values.units import format_figure, format_latency, format_memory, format_seconds
 
 HELP_BY_BOTTLENECK = {
     "memory bandwidth": "fewer bits per weight, or faster or more accelerators",
@@ -116,14 +116,19 @@ def _describe_unsupported(hint: Hint) -> str:
 
 
 def _describe_unsupported_model(hint: Hint) -> str:
+    on_cpu = f"; --engine {' or '.join(hint.cpu_engines)} plans the CPU of the host" if hint.cpu_engines else ""
+    if hint.original is not None:
+        on_cpu = f"; plan {hint.original}, the original, for weights that they load{on_cpu}"
     if not hint.engines:
-        return f"no engine runs this model on {hint.device}; the refusals say what each needs"
-    return f"{', '.join(hint.engines)} can use {hint.device}, but not for this model; the refusals say what each needs"
+        return f"no engine runs this model on {hint.device}; the refusals say what each needs{on_cpu}"
+    users = f"{', '.join(hint.engines)} can use {hint.device}"
+    return f"{users}, but not with these weights or this model; the refusals say what each needs{on_cpu}"
 
 
 def _describe_idle_cards(hint: Hint) -> str:
     idle = (hint.total or 0) - (hint.used or 0)
-    text = f"{idle} of {hint.total} × {hint.device} {'stays' if idle == 1 else 'stay'} idle"
+    which = f"the {hint.device}" if hint.total == 1 else f"{idle} of {hint.total} × {hint.device}"
+    text = f"{which} {'stays' if idle == 1 else 'stay'} idle"
     if hint.cause != "engine":
         return f"{text}: {_describe_spare(hint)}"
     text += ": this engine does not use them"
@@ -135,6 +140,8 @@ def _describe_idle_cards(hint: Hint) -> str:
 def _describe_spare(hint: Hint) -> str:
     spare = "it" if (hint.total or 0) - (hint.used or 0) == 1 else "them"
     why = "more are not expected to be faster"
+    if hint.cause == "vendor":
+        why = "one process computes on the cards of one vendor"
     if hint.cause == "enough":
         used = str(hint.used) if hint.used else "the others"
         why = f"{used} {'is' if hint.used == 1 else 'are'} enough for this workload"
@@ -144,8 +151,11 @@ def _describe_spare(hint: Hint) -> str:
 def _describe_idle_nodes(hint: Hint) -> str:
     idle = (hint.total or 0) - (hint.used or 0)
     text = f"{idle} of {hint.total} nodes {'stays' if idle == 1 else 'stay'} idle"
-    why = "this engine does not use their accelerators" if hint.cause == "engine" else _describe_spare(hint)
-    return f"{text}: {why}"
+    whys = {
+        "engine": "this engine does not use their accelerators",
+        "one-node": "this engine computes on one node; a server on each, behind a load balancer, uses all",
+    }
+    return f"{text}: {whys.get(hint.cause or '') or _describe_spare(hint)}"
 
 
 def _describe_idle_sockets(hint: Hint) -> str:
@@ -163,14 +173,14 @@ def _describe_missed_target(hint: Hint) -> str:
     helps = FASTER_PROMPT if prompt else HELP_BY_BOTTLENECK.get(hint.bottleneck or "", FASTER)
     kind = "default target" if hint.is_default else "target"
     return (
-        f"{_name_metric(hint)} {format_figure(expected)} ms misses the {kind} of {format_figure(target)} ms; "
+        f"{_name_metric(hint)} {format_latency(expected)} misses the {kind} of {format_latency(target)}; "
         f"{format_figure(expected / target, 2)} times the speed would meet it: {helps}"
     )
 
 
 def _describe_unknown_target(hint: Hint) -> str:
     return (
-        f"whether {_name_metric(hint)} meets its target of {format_figure(hint.target_ms or 0)} ms is unknown, because "
+        f"whether {_name_metric(hint)} meets its target of {format_latency(hint.target_ms or 0)} is unknown, because "
         "the speed is not predicted; bedplate bench measures it"
     )
 
@@ -185,6 +195,12 @@ def _describe_unusable_speed(hint: Hint) -> str:
 
 
 def _describe_growing_queue(hint: Hint) -> str:
+    if hint.bottleneck == "compute":
+        return (
+            f"{hint.requests_per_s:g} requests/s arrive, but even at its peak rate this hardware computes at most "
+            f"{format_figure(hint.answered_per_s or 0, 2)}, so the queue keeps growing; at least "
+            f"{hint.machines or 0:,} machines of this kind are needed"
+        )
     return (
         f"{hint.requests_per_s:g} requests/s arrive, but only about {format_figure(hint.answered_per_s or 0, 2)} are "
         f"answered, so the queue keeps growing; about {hint.machines or 0:,} machines of this kind would be enough"
@@ -196,6 +212,11 @@ def _describe_waiting(hint: Hint) -> str:
         return (
             f"this engine computes {hint.used:,} of {hint.total:,} concurrent requests at a time, the others wait; "
             "replicas compute more at a time"
+        )
+    if hint.cause == "length":
+        return (
+            f"all {hint.total:,} requests of usual length run concurrently, but only {hint.used:,} of "
+            f"{hint.most_tokens or 0:,} tokens; more memory or fewer bits per weight hold more"
         )
     return (
         f"{hint.used:,} of {hint.total:,} requests run concurrently, the others wait; more memory, fewer bits per "

@@ -13,8 +13,9 @@ from bedplate.deploy.pods import Tree, annotate_arguments
 from bedplate.deploy.service_containers import GIB, PORT, SETTINGS, ServiceContainers, describe_containers
 from bedplate.deploy.yaml_writer import CommentedValue, annotate, write_document
 from bedplate.engines.traits import MODELS
+from bedplate.engines.visible import pick_cards, show_cards
 from bedplate.errors import NotPossible
-from bedplate.values import replace_fields
+from bedplate.values import Accelerator, replace_fields
 from bedplate.values.intent import DeployTarget
 from bedplate.values.quoting import escape_compose
 from bedplate.values.units import format_seconds
@@ -138,7 +139,10 @@ def _write_engine(unit: ServiceContainers, port: int, first_card: int, several: 
         "depends_on": {filled[-1]: {"condition": "service_completed_successfully"}} if filled else None,
         "entrypoint": [escape_compose(word) for word in command],
         "command": annotate_arguments(unit, [escape_compose(word) for word in arguments]),
-        "environment": {"HOME": "/cache", "USER": "engine", **_escape_values(unit.launch.env), **_pass_api_key(unit)},
+        "environment": {
+            "HOME": "/cache", "USER": "engine", **_escape_values(unit.launch.env), **_show_gpus(unit, first_card),
+            **_pass_api_key(unit),
+        },
         "ports": annotate([f"127.0.0.1:{port}:{PORT}"], "local only; put a gateway with API keys in front"),
         "volumes": [*([_mount_model(unit)] if copied else [f"models:{MODELS}:ro"]), "cache:/cache"],
         "configs": [
@@ -167,6 +171,20 @@ def _pass_api_key(unit: ServiceContainers) -> Tree:
     return {unit.engine.key_variable: f"${{{unit.engine.key_variable}:-}}"} if unit.engine.key_variable else {}
 
 
+def _list_named_gpus(unit: ServiceContainers, first: int) -> tuple[Accelerator, ...]:
+    """Return the GPUs of one container, if those of the machine differ and the plan names them."""
+    named, cards = unit.plan.settings.cards, unit.placed.node.accelerators
+    # A container for one of several replicas has a part of them.
+    return pick_cards(unit.placed.node, named) if len(named) == unit.cards else cards[first : first + unit.cards]
+
+
+def _show_gpus(unit: ServiceContainers, first: int) -> dict[str, str]:
+    """Return the variables that select GPUs; Docker itself does it for those of NVIDIA."""
+    device = unit.plan.settings.device
+    is_named = unit.plan.settings.cards and device != "cuda"
+    return show_cards(device, _list_named_gpus(unit, first)) if is_named else {}
+
+
 def _reserve_gpus(unit: ServiceContainers, first: int, several: bool) -> Tree:
     """Return the GPUs and the memory limit of one service; with several services, each gets its own GPUs."""
     limits: Tree = {
@@ -175,10 +193,11 @@ def _reserve_gpus(unit: ServiceContainers, first: int, several: bool) -> Tree:
     if not unit.cards:
         limits["limits"]["memory"] = annotate(f"{unit.memory_bytes // GIB}G", "weights, KV cache and overhead")
         return {"deploy": {"resources": limits}}
-    numbers = [str(first + card) for card in range(unit.cards)]
+    named = [card.visible_name for card in _list_named_gpus(unit, first)] if unit.plan.settings.cards else []
+    numbers = named or [str(first + card) for card in range(unit.cards)]
     if unit.plan.settings.device == "cuda":
         device: Tree = {"driver": "nvidia", "capabilities": ["gpu"]}
-        device |= {"device_ids": numbers} if several else {"count": unit.cards}
+        device |= {"device_ids": numbers} if several or named else {"count": unit.cards}
         return {"deploy": {"resources": {**limits, "reservations": {"devices": [device]}}}}
     shown: Tree = {"devices": ["/dev/kfd", "/dev/dri"], "group_add": list(ROCM_GROUPS)}
     if unit.plan.settings.device != "rocm":

@@ -33,6 +33,7 @@ from bedplate.deploy.pods import (
 from bedplate.deploy.queues import choose_queue
 from bedplate.deploy.scaling import (
     FULL,
+    METRIC_TYPE,
     PROMETHEUS,
     QUIET_S,
     compute_bounds,
@@ -160,10 +161,11 @@ def estimate_prefill_share(unit: ServiceContainers) -> tuple[float | None, str]:
     if made is None or alone is None or made.value <= 0:
         return None, ""
     request_s = work.output_tokens * max(1, unit.placed.decision.parallelism.data) / made.value
-    share = min(1.0, alone.ttft_s / request_s)
+    prefill_s = alone.ttft_s - alone.accept_s
+    share = min(1.0, prefill_s / request_s)
     words = (
         f"By the estimate a replica computes {format_seconds(request_s)} per request, "
-        f"{format_seconds(alone.ttft_s)} of it prefill: "
+        f"{format_seconds(prefill_s)} of it prefill: "
         f"{share:.0%}"
     )
     return share, words
@@ -408,6 +410,7 @@ def _write_scaling(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTa
                     {
                         "type": "prometheus",
                         "name": "requests",
+                        "metricType": METRIC_TYPE,
                         "metadata": {
                             "serverAddress": deploy.prometheus or PROMETHEUS,
                             "query": f"sum(dynamo_frontend_active_requests{of})",

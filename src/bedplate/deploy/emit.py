@@ -38,7 +38,9 @@ def emit_target(platform: Platform, target: str) -> Files:
             f"{with_adapters} has LoRA adapters, which the files for {target} do not load",
             hint="--emit command, compose or kubernetes",
         )
+    _check_endpoints_elsewhere(platform, target)
     _check_scale_to_zero(platform, target)
+    _check_named_cards(platform, target)
     platform = replace(platform, deploy=use_mirror_as_registry(platform.deploy))
     deploy = platform.deploy
     files = TARGETS[target](platform)
@@ -47,6 +49,34 @@ def emit_target(platform: Platform, target: str) -> Files:
         check_revisions(units, deploy)
         files = files | list_models(units, deploy)
     return mirror_images(files, deploy)
+
+
+def _check_named_cards(platform: Platform, target: str) -> None:
+    """Refuse a plan for some of a node's different GPUs where something else than the files assigns them."""
+    for one in platform.services if target != "compose" else ():
+        if one.plan.settings.cards and one.spare:
+            card = one.node.accelerators[0].name
+            raise NotPossible(
+                f"{one.name} is planned for {card}, but Kubernetes assigns any of a node's GPUs",
+                cause="its device plugins do not distinguish the GPUs of a node",
+                hint="--emit command or compose, which name the GPUs; or describe nodes with equal GPUs",
+            )
+
+
+def _check_endpoints_elsewhere(platform: Platform, target: str) -> None:
+    """Refuse endpoints elsewhere where nothing in the files sends requests to them."""
+    if not platform.elsewhere or (target != "compose" and platform.deploy.endpoint):
+        return
+    hint = (
+        "set deploy.endpoint: true, which writes bedplate's gateway"
+        if target != "compose"
+        else "bedplate serve -f FILE"
+    )
+    raise NotPossible(
+        f"{platform.elsewhere[0][1].url} is an endpoint elsewhere, and the files for {target} have no gateway that "
+        "sends requests to it",
+        hint=f"{hint}; or leave the endpoint out",
+    )
 
 
 def _check_scale_to_zero(platform: Platform, target: str) -> None:

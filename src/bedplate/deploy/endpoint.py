@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from bedplate._version import __version__
 from bedplate.deploy.platform import Platform
@@ -12,7 +14,9 @@ from bedplate.deploy.scaling import compute_wake_s, find_metrics_namespace, make
 from bedplate.deploy.service_containers import DRAIN_S, PORT, ServiceContainers
 from bedplate.deploy.yaml_writer import annotate, write_document
 from bedplate.engines.traits import ANY_USER
-from bedplate.values.intent import DeployTarget
+from bedplate.errors import UsageError
+from bedplate.values.intent import DeployTarget, Service
+from bedplate.values.tenant import is_tenant_name
 from bedplate.values.units import format_seconds
 
 NAME = "bedplate-gateway"
@@ -20,6 +24,9 @@ SELECTOR = {"app.kubernetes.io/name": "bedplate", "app.kubernetes.io/component":
 REPLICAS = 2
 OWN_KEY, STORE = "gateway-key", "usage-store"
 ENGINE_KEY = "ENGINE_KEY"
+ELSEWHERE_KEYS = "endpoint-keys"
+"""The Secret with the API keys of endpoints elsewhere, by the names of their variables."""
+OWN_VARIABLES = ("BEDPLATE_HOME", "HOME", "BEDPLATE_USAGE_STORE", "BEDPLATE_API_KEY", ENGINE_KEY)
 FLUSH_S = 15
 """What the gateway needs after the last answer: the last records, and a margin."""
 Backends = Mapping[str, tuple[str, int]]
@@ -30,16 +37,18 @@ def name_image(deploy: DeployTarget) -> str:
     return f"{f'{deploy.registry}/' if deploy.registry else ''}bedplate:{__version__}"
 
 
-def explain_endpoint(deploy: DeployTarget) -> list[str]:
+def explain_endpoint(platform: Platform) -> list[str]:
     """Return the heading of the file: what must exist before, and how keys are created."""
-    create = "kubectl create secret generic"
+    deploy, create = platform.deploy, "kubectl create secret generic"
     at = f"-n {deploy.namespace or 'inference'}"
+    keys = "".join(f" --from-literal={name}=…" for name in _list_key_variables(platform))
     return [
         f"One endpoint for all models: http://{NAME}/v1. The image is built from bedplate's Dockerfile.",
         "Secrets are not included:",
         f"  {create} {STORE} {at} --from-literal=url=postgresql://…",
         f"  {create} {OWN_KEY} {at} --from-literal=key=bp-$(openssl rand -hex 32)",
         f"  {create} {KEY} {at} --from-literal=key=$(openssl rand -hex 32)",
+        *([f"  {create} {ELSEWHERE_KEYS} {at}{keys}"] if keys else []),
         "Then create a key for each tenant; limits are in the ConfigMap, or set with bedplate keys set:",
         f"  kubectl exec {at} deploy/{NAME} -- bedplate keys add NAME",
     ]
@@ -59,7 +68,7 @@ def write_endpoint(
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": write_metadata(NAME, deploy, SELECTOR),
             "data": {"gateway.yaml": config},
         },
-        _write_deployment(deploy, units, config, any(_checks_key(unit, plain) for unit in units)),
+        _write_deployment(platform, units, config, any(_checks_key(unit, plain) for unit in units)),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -72,7 +81,7 @@ def write_endpoint(
             "metadata": write_metadata(NAME, deploy),
             "spec": {"maxUnavailable": 1, "selector": {"matchLabels": SELECTOR}},
         },
-        _write_policy(deploy),
+        _write_policy(platform),
         _write_monitor(deploy),
     ]  # fmt: skip
 
@@ -86,32 +95,98 @@ def _describe_intent(
 ) -> Tree:
     """The intent file of the gateway: each service is an endpoint elsewhere."""
     served = [unit.plan.model.served_name for unit in units]
-    services: list[Tree] = []
+    groups: list[list[Tree]] = []
+    joined: dict[str, Tree] = {}
+    """What an endpoint elsewhere joins, by the names of the model."""
     for unit in units:
         host, port = backends[unit.name]
-        url = f"http://{host}{'' if port == 80 else f':{port}'}/v1"
         own = unit.plan.model.served_name
-        names = {own: own if served.count(own) == 1 else unit.name}
+        alone = served.count(own) == 1
+        names = {own: own if alone else unit.name}
         names |= {one.served_name: one.served_name for one in unit.plan.workload.adapters}
-        for model, name in names.items():
-            services.append(
+        allowed = {one.served_name: one.tenants for one in unit.plan.workload.adapters}
+        groups.append(
+            [
                 {
-                    "url": url,
+                    "url": f"http://{host}{'' if port == 80 else f':{port}'}/v1",
                     "model": model,
                     "name": name if name != model else None,
                     "key_env": ENGINE_KEY if _checks_key(unit, plain) else None,
-                    "tenants": list(unit.placed.tenants) or None,
+                    "tenants": list(allowed.get(model) or unit.placed.tenants) or None,
                     "wait": f"{compute_wake_s(unit)}s" if unit.placed.ttl_s is not None else None,
                 }
-            )
+                for model, name in names.items()
+            ]
+        )
+        also = [own, unit.plan.model.name, unit.placed.plan.model.name] if alone else []
+        joined |= {name.lower(): groups[-1][0] for name in (unit.name, *also)}
+    for position, service in platform.elsewhere:
+        groups.insert(position, [_describe_elsewhere(service, joined)])
+    services = [one for group in groups for one in group]
+    _check_same_tenants(services)
+    if odd := next((one.name for one in platform.tenants if not is_tenant_name(one.name)), None):
+        hint = "use letters, digits and . _ @ -, at most 64 characters"
+        raise UsageError(f"tenants: {odd!r} is not a valid tenant name for the endpoint", hint=hint)
     limits = ("share", "requests_per_minute", "tokens_per_minute", "in_flight")
     tenants = [{"name": one.name, **{name: getattr(one, name) for name in limits}} for one in platform.tenants]
-    return {"services": services, "tenants": tenants or None}
+    return {**platform.gateway_settings, "services": services, "tenants": tenants or None}
+
+
+def _describe_elsewhere(service: Service, joined: Mapping[str, Tree]) -> Tree:
+    """Describe an endpoint elsewhere for the gateway; it may have the name of a model that runs in the cluster."""
+    model = service.model
+    if not isinstance(model, str):
+        raise UsageError(f"{service.url}: facts of a model can be planned, not served", hint="name the model there")
+    host = urlsplit(service.url or "").hostname or ""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        raise UsageError(
+            f"{service.url} is the gateway's own pod there", hint="name a host that pods of the cluster can reach"
+        )
+    if service.key_env is not None and (
+        service.key_env in OWN_VARIABLES or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", service.key_env)
+    ):
+        raise UsageError(
+            f"key_env: {service.key_env!r} cannot be a variable of the gateway", hint="for example EXAMPLE_KEY"
+        )
+    local = joined.get((service.name or model).lower())
+    if local is not None and local["wait"] is not None:
+        raise UsageError(f"{local['model']}: ttl cannot be combined with an endpoint elsewhere of the same name")
+    name = service.name if local is None else local["name"] or local["model"]
+    return {
+        "url": service.url,
+        "model": model,
+        "name": name if name != model else None,
+        "key_env": service.key_env,
+        "share": service.share,
+        "price_per_million_tokens": service.price_per_million_tokens,
+        "tenants": list(service.tenants) or (local["tenants"] if local is not None else None),
+        "wait": service.wait,
+    }
+
+
+def _check_same_tenants(services: Sequence[Tree]) -> None:
+    """The gateway does not start otherwise."""
+    allowed: dict[str, set[str]] = {}
+    for one in services:
+        name = str(one["name"] or one["model"])
+        if allowed.setdefault(name.lower(), set(one["tenants"] or ())) != set(one["tenants"] or ()):
+            raise UsageError(f"the endpoints of {name} have different tenants", hint="give all the same ones")
+
+
+def _list_key_variables(platform: Platform) -> list[str]:
+    return list(dict.fromkeys(one.key_env for _, one in platform.elsewhere if one.key_env is not None))
+
+
+def _list_ports_elsewhere(platform: Platform) -> Iterator[int]:
+    for _, service in platform.elsewhere:
+        parts = urlsplit(service.url or "")
+        yield parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _write_deployment(
-    deploy: DeployTarget, units: Sequence[ServiceContainers], config: str, with_engine_key: bool
+    platform: Platform, units: Sequence[ServiceContainers], config: str, with_engine_key: bool
 ) -> Tree:
+    deploy = platform.deploy
     longest = max(units, key=lambda unit: unit.grace_s)
     grace_s = longest.grace_s
     words = (
@@ -156,7 +231,7 @@ def _write_deployment(
                             "labelSelector": {"matchLabels": SELECTOR},
                         }
                     ],
-                    "containers": [_write_container(deploy, grace_s, with_engine_key)],
+                    "containers": [_write_container(platform, grace_s, with_engine_key)],
                     "volumes": [
                         {"name": "config", "configMap": {"name": NAME}},
                         {"name": "state", "emptyDir": {"sizeLimit": "1Gi"}},
@@ -168,14 +243,15 @@ def _write_deployment(
     }
 
 
-def _write_container(deploy: DeployTarget, grace_s: int, with_engine_key: bool) -> Tree:
+def _write_container(platform: Platform, grace_s: int, with_engine_key: bool) -> Tree:
     secrets = {"BEDPLATE_USAGE_STORE": (STORE, "url"), "BEDPLATE_API_KEY": (OWN_KEY, "key")}
     if with_engine_key:
         secrets[ENGINE_KEY] = (KEY, "key")
+    secrets |= {name: (ELSEWHERE_KEYS, name) for name in _list_key_variables(platform)}
     probe: Tree = {"httpGet": {"path": "/ready", "port": "http"}}
     return {
         "name": "gateway",
-        "image": name_image(deploy),
+        "image": name_image(platform.deploy),
         "imagePullPolicy": "IfNotPresent",
         "args": [
             "serve", "--file", "/config/gateway.yaml", "--name", "gateway", "--host", "0.0.0.0", "--port", str(PORT),  # noqa: S104
@@ -207,17 +283,20 @@ def _write_container(deploy: DeployTarget, grace_s: int, with_engine_key: bool) 
     }  # fmt: skip
 
 
-def _write_policy(deploy: DeployTarget) -> Tree:
+def _write_policy(platform: Platform) -> Tree:
+    deploy = platform.deploy
     http = {"port": PORT, "protocol": "TCP"}
     names = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
     kube = {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}
     metrics = {"matchLabels": {"kubernetes.io/metadata.name": find_metrics_namespace(deploy)}}
     inside = [{"from": [{"namespaceSelector": {}}, {"namespaceSelector": metrics}], "ports": [http]}]
+    further = list(_list_ports_elsewhere(platform))
     outside = [
         {"to": [{"namespaceSelector": kube}], "ports": names},
         {"to": [{"podSelector": {}}]},
-        {"ports": [{"port": 5432, "protocol": "TCP"}]},
+        {"ports": [{"port": port, "protocol": "TCP"} for port in dict.fromkeys((5432, *further))]},
     ]
+    words = "DNS, the engines in this namespace, and PostgreSQL"
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -226,7 +305,7 @@ def _write_policy(deploy: DeployTarget) -> Tree:
             "podSelector": {"matchLabels": SELECTOR},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": annotate(inside, "clients in any namespace: every request needs a key"),
-            "egress": annotate(outside, "DNS, the engines in this namespace, and PostgreSQL"),
+            "egress": annotate(outside, f"{words}, and the endpoints elsewhere" if further else words),
         },
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from bedplate._version import __version__
@@ -37,6 +38,9 @@ from bedplate.values.quoting import quote_shell
 from bedplate.values.units import format_seconds
 
 Files = dict[str, str]
+OWN_FILES = (
+    "namespace", "network", "monitoring", "scaling", "queues", "tenants", "gateway", "endpoint", "kustomization",
+)  # fmt: skip
 LEADER, INDEX = "$(LWS_LEADER_ADDRESS)", "$(LWS_WORKER_INDEX)"
 
 
@@ -71,7 +75,7 @@ def write_manifests(
             heading.append(f"{plain_reasons[unit.name]}: deployed as a plain workload.")
         if unit not in plain or unit.engine.key_variable is None:
             heading.append("No API key is checked, also if the Secret engine-key exists: keys need a gateway in front.")
-        files[f"{unit.name}.yaml"] = write_documents(parts, heading)
+        files[name_file(unit.name)] = write_documents(parts, heading)
     files["network.yaml"] = write_documents([*_write_network_policies(units, deploy, plain, operator)])
     if watched := [write_pod_monitor(unit, deploy, unit.metrics.path) for unit in plain if unit.metrics is not None]:
         files["monitoring.yaml"] = write_documents(watched)
@@ -88,10 +92,15 @@ def write_manifests(
         reached = {unit.name: (unit.name, 80) for unit in units} | dict(backends or {})
         reached |= {unit.name: (unit.name, 80) for unit in plain}
         parts = write_endpoint(platform, units, reached, plain)
-        files["endpoint.yaml"] = write_documents(parts, explain_endpoint(deploy))
+        files["endpoint.yaml"] = write_documents(parts, explain_endpoint(platform))
     files |= more_files or {}
     files["kustomization.yaml"] = write_kustomization(platform, units, files)
     return files | write_image_contexts(units)
+
+
+def name_file(service: str) -> str:
+    """Name the file of a service; the platform's own files have fixed names."""
+    return f"service-{service}.yaml" if service in OWN_FILES or service.startswith("service-") else f"{service}.yaml"
 
 
 def write_heading(unit: ServiceContainers) -> list[str]:
@@ -434,10 +443,11 @@ def _write_secret_command(name: str, key: str) -> str:
 
 
 NEEDS = {
-    "keda.sh/": "KEDA", "monitoring.coreos.com/": "the Prometheus operator",
+    "keda.sh/": "KEDA {keda} or newer", "monitoring.coreos.com/": "the Prometheus operator",
     "kueue.x-k8s.io/": "Kueue {kueue} or newer",
     "leaderworkerset.x-k8s.io/": "LeaderWorkerSet", "inference.networking.k8s.io/": "Gateway API with its inference "
     "extension", "nvidia.com/v1beta1": "the Dynamo operator", "ray.io/": "KubeRay",
+    "networking.istio.io/": "Istio", "networking.gke.io/": "GKE's Gateway controller",
 }  # fmt: skip
 
 
@@ -449,7 +459,22 @@ def find_requirements(files: Files) -> list[str]:
     text = "\n".join(files.values())
     needs = NEEDS | ({"nvidia.com/v1beta1": DYNAMO_NODES} if "multinode:" in text else {})
     kueue = find_least_version(["RayService"] if "kind: RayService" in text else [])
-    return [what.replace("{kueue}", kueue) for group, what in needs.items() if f"apiVersion: {group}" in text]
+    versions = {"{kueue}": kueue, "{keda}": find_least_keda(text)}
+    return [
+        re.sub(r"\{\w+\}", lambda match: versions[match[0]], what)
+        for group, what in needs.items()
+        if f"apiVersion: {group}" in text
+    ]
+
+
+def find_least_keda(text: str) -> str:
+    """Return the first version of KEDA that has what the files use: CHANGELOG.md of KEDA 8b4f083c.
+
+    `fallback.behavior` since 2.17, for other kinds than Deployments since 2.18 (#6992); from zero since 2.19 (#7239).
+    """
+    if "minReplicaCount: 0" in text:
+        return "2.19"
+    return "2.18" if "kind: LeaderWorkerSet" in text or "kind: DynamoGraphDeploymentScalingAdapter" in text else "2.17"
 
 
 def write_image_contexts(units: Sequence[ServiceContainers]) -> Files:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bedplate.decide import plan as plan_decision
+from bedplate.decide.cards import keep_cards
 from bedplate.decide.portfolio import make_pool_machine
+from bedplate.engines.visible import pick_cards
 from bedplate.errors import NotPossible
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.values import Decision, Hardware, Model, Plan, Workload
-from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant
+from bedplate.values.intent import DeployTarget, Intent, NodePool, PlatformTenant, Service
 from bedplate.values.portfolio import Portfolio
 from bedplate.values.units import parse_ttl
 
 NO_NETWORK = ("none", "no", "")
+MOST_LETTERS = 40
+"""Of a service's name: names of other objects add to it, and KubeRay accepts 41."""
+RESERVED_NAMES = ("bedplate-gateway", "default-deny")
+SUFFIXES = ("", "-model", "-picker", "-worker", "-decode", "-prefill", "-frontend", "-serve-svc", "-head-svc")
+"""What names of a service's objects add to its own."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,10 @@ class Platform:
     pools: tuple[NodePool, ...]
     tenants: tuple[PlatformTenant, ...] = ()
     deploy: DeployTarget = field(default_factory=DeployTarget)
+    elsewhere: tuple[tuple[int, Service], ...] = ()
+    """Endpoints elsewhere, each with its position among all services of the intent."""
+    gateway_settings: dict[str, object] = field(default_factory=dict)
+    """Fields of the intent that concern only the gateway in front of all services."""
 
 
 def place_one_service(
@@ -50,19 +62,29 @@ def place_one_service(
 ) -> Platform:
     """Describe one service on one machine or on identical nodes."""
     plan = plan_decision(decision, model, workload)
-    name = make_slug(model.short_name)
-    pool = _describe_pool(intent, hardware)
+    (name,) = choose_service_names([model.short_name])
+    # Of different accelerators, the files are for those that the plan names.
+    cards = pick_cards(hardware, plan.settings.cards)
+    node = keep_cards(hardware, cards) if cards else hardware
+    pool = _describe_pool(intent, node)
     layout = decision.parallelism
     used = layout.tensor * layout.pipeline * layout.data
     spare = max(0, len(hardware.accelerators) - used) if hardware.accelerators else 0
-    placed = PlacedService(name, plan, decision, pool, hardware, spare)
-    return Platform((placed,), (pool,), intent.tenants, intent.deploy)
+    placed = PlacedService(name, plan, decision, pool, node, spare)
+    return Platform((placed,), (pool,), intent.tenants, intent.deploy, gateway_settings=_get_gateway_settings(intent))
 
 
 def place_services(
-    intent: Intent, found: Portfolio, models: Sequence[Model], hardware: Hardware | None = None
+    intent: Intent,
+    found: Portfolio,
+    models: Sequence[Model],
+    hardware: Hardware | None = None,
+    elsewhere: Sequence[tuple[int, Service]] = (),
 ) -> Platform:
-    """Describe a portfolio in which every service is placed, in pools or together on one machine."""
+    """Describe a portfolio in which every service is placed, in pools or together on one machine.
+
+    `elsewhere` are the endpoints elsewhere, which the portfolio and the intent's services do not have.
+    """
     lost = [placement.service for placement in found.placements if placement.pool is None]
     if lost:
         raise NotPossible(
@@ -72,7 +94,7 @@ def place_services(
         )
     alone = _describe_pool(intent, hardware) if hardware is not None and not intent.pools else None
     pools = {pool.name: pool for pool in intent.pools}
-    names = choose_names([placement.service for placement in found.placements])
+    names = choose_service_names([placement.service for placement in found.placements])
     services = []
     for name, asked, model, placement in zip(names, intent.services, models, found.placements, strict=True):
         plan = plan_decision(placement.decision, model, asked.workload)
@@ -83,7 +105,20 @@ def place_services(
             node, spare = make_pool_machine(pool, pool.count), found.free[pool.name]
         copies, ttl_s = max(1, asked.replicas), parse_ttl(asked.ttl, f"services: {name}: ttl")
         services.append(PlacedService(name, plan, placement.decision, pool, node, spare, asked.tenants, copies, ttl_s))
-    return Platform(tuple(services), intent.pools or ((alone,) if alone else ()), intent.tenants, intent.deploy)
+    pools_used = intent.pools or ((alone,) if alone else ())
+    settings = _get_gateway_settings(intent)
+    return Platform(tuple(services), pools_used, intent.tenants, intent.deploy, tuple(elsewhere), settings)
+
+
+def split_services(intent: Intent) -> tuple[tuple[Service, ...], tuple[tuple[int, Service], ...]]:
+    """Return the services to plan, and the endpoints elsewhere with their positions."""
+    local = tuple(one for one in intent.services if one.url is None)
+    return local, tuple((index, one) for index, one in enumerate(intent.services) if one.url is not None)
+
+
+def _get_gateway_settings(intent: Intent) -> dict[str, object]:
+    lists = {"allow_hosts": [*intent.allow_hosts], "allow_origins": [*intent.allow_origins]}
+    return {"routing": intent.routing, **{name: value or None for name, value in lists.items()}}
 
 
 def explain_missing_network(placed: PlacedService, cards: int) -> str | None:
@@ -103,9 +138,11 @@ def count_node_cards(placed: PlacedService) -> int:
     return max(1, placed.node.cards_per_node)
 
 
-def make_slug(text: str, most: int = 40) -> str:
+def make_slug(text: str, most: int = MOST_LETTERS) -> str:
     """Turn a text into a Kubernetes name: lower case letters, digits and dashes, starting with a letter."""
-    made = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].rstrip("-")
+    letters = unicodedata.normalize("NFKD", text)  # Ü becomes U and two dots
+    plain = "".join(one for one in letters.lower() if not unicodedata.combining(one))
+    made = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:most].rstrip("-")
     return made if made[:1].isalpha() else f"m-{made}".rstrip("-")
 
 
@@ -118,6 +155,19 @@ def choose_names(wanted: Sequence[str]) -> list[str]:
         while unique in found:
             unique, number = f"{name}-{number}", number + 1
         found.append(unique)
+    return found
+
+
+def choose_service_names(wanted: Sequence[str]) -> list[str]:
+    """Return names whose objects have different names, too: chat-model is the name of a policy of chat."""
+    taken, found = set(RESERVED_NAMES), []
+    for slug in map(make_slug, wanted):
+        number, name = 1, slug
+        while not taken.isdisjoint(name + suffix for suffix in SUFFIXES):
+            number += 1
+            name = f"{slug[: MOST_LETTERS - len(str(number)) - 1].rstrip('-')}-{number}"
+        taken.update(name + suffix for suffix in SUFFIXES)
+        found.append(name)
     return found
 
 

@@ -274,7 +274,8 @@ def _compute_digest(content: object) -> str:
 def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | None) -> Tree:
     """Write the Job that downloads the model and converts it if planned.
 
-    Its name changes with its content, because the template of a Job cannot be changed.
+    Its name changes with its content and its queue, because neither can be changed. Kueue: validateUpdateForQueueName
+    in pkg/controller/jobframework/validation.go.
     """
     labels = make_model_labels(unit)
     path, marker = quote_posix_shell(unit.model_path), quote_posix_shell(name_marker(unit))
@@ -300,7 +301,8 @@ def write_model_job(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
         ],
     }
     template: Tree = {"metadata": {"labels": labels}, "spec": spec}
-    name = f"{name_model(unit)}-{_compute_digest(strip_comments(template))}"
+    content = strip_comments(template)
+    name = f"{name_model(unit)}-{_compute_digest(content if queue is None else [content, queue])}"
     own = write_metadata(name, deploy, labels | FIRST | ({QUEUE_LABEL: queue} if queue else {}))
     return {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": {"backoffLimit": 4, "template": template},

@@ -17,6 +17,9 @@ from bedplate.values.intent import DeployTarget, NodePool, PlatformTenant
 API = "kueue.x-k8s.io/v1beta2"
 SHARED = "shared-services"
 COHORT = "bedplate"
+DEFAULT_QUEUE = "default"
+"""Kueue gives workloads without a queue the one of this name, if their namespace has it: ApplyDefaultLocalQueue in
+pkg/controller/jobframework/defaults.go of ff69552e."""
 LEAST_TOTAL = 0.9999
 """The sum of shares that are all stated; thirds may be rounded."""
 JOB_CORES, JOB_GIB = 4, 16
@@ -157,6 +160,12 @@ def _compute_shares(platform: Platform) -> dict[str, float]:
             "tenants: two of the names are the same as names of Kubernetes, which have lower case letters and dashes",
             hint="choose names that differ in letters or digits",
         )
+    for name, words in (
+        (SHARED, "the queue of services that several tenants share"),
+        (DEFAULT_QUEUE, "the queue of workloads that name none"),
+    ):
+        if name in stated:
+            raise UsageError(f"tenants: {name} is {words}", hint="choose another name")
     if None not in stated.values() and (total := sum(share or 0.0 for share in stated.values())) < LEAST_TOTAL:
         raise UsageError(
             f"tenants: the shares add up to {total:.0%}, so {1 - total:.0%} of the quota would belong to nobody",

@@ -23,6 +23,8 @@ QUIET_S = 600
 WAKE_S = 60
 """Until a waiting request starts a replica: Prometheus reads the gateway every 15 s, and so does KEDA Prometheus."""
 
+METRIC_TYPE = "AverageValue"
+"""KEDA's default. Stated, because the webhook of 2.17.0 refuses a fallback without it (#6696)."""
 RELEASE = "kube-prometheus-stack"
 
 
@@ -170,6 +172,7 @@ def _write_trigger(name: str, query: str, threshold: str, words: str, deploy: De
     return {
         "type": "prometheus",
         "name": name,
+        "metricType": METRIC_TYPE,
         "metadata": {
             "serverAddress": deploy.prometheus or PROMETHEUS,
             "query": query,

@@ -57,6 +57,21 @@ class VolumeStep:
     cards: int = 0
     env: dict[str, str] = field(default_factory=dict)
     sources: tuple[HubSource, ...] = ()
+    local: LocalSource | None = None
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A model on this machine, and where it is on the volume."""
+
+    name: str
+    files: tuple[str, ...]
+    path: str
+    """The folder, or the first GGUF file."""
+
+    @property
+    def marker(self) -> str:
+        return f"{self.path}.copied"
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,10 @@ class ServiceContainers:
     @property
     def sources(self) -> tuple[HubSource, ...]:
         return tuple(source for step in self.steps for source in step.sources)
+
+    @property
+    def local_sources(self) -> tuple[LocalSource, ...]:
+        return tuple(step.local for step in self.steps if step.local is not None)
 
     @property
     def name(self) -> str:
@@ -443,11 +462,12 @@ def _write_fetch_step(unit: ServiceContainers, deploy: DeployTarget) -> VolumeSt
     published = unit.plan.weights.published if not origin.files else None
     if published is None and (origin.files or origin.format in ("gguf", "facts") or "/" not in origin.name):
         where = origin.files[0] if origin.files else origin.name
-        return _write_wait_step(
-            [f"{target}.copied"],
+        local = LocalSource(origin.name, origin.files, target)
+        words = (
             f"{where} is not on a model hub: while this container waits, copy it to {target} with kubectl cp -c wait, "
-            f"then create the file {target}.copied",
+            f"then create the file {local.marker}"
         )
+        return replace(_write_wait_step([local.marker], words), local=local)
     first, size = HubSource(origin.name, folder), origin.weight_bytes
     if published is not None:
         size = published.size_bytes

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from bedplate.deploy import endpoint
 from bedplate.deploy.platform import Platform, make_slug
 from bedplate.deploy.pods import FIRST, NAMESPACE, Tree
-from bedplate.deploy.queues import API, Flavor, list_flavors, name_tenant_namespace
+from bedplate.deploy.queues import API, DEFAULT_QUEUE, Flavor, list_flavors, name_tenant_namespace
 from bedplate.deploy.service_containers import PORT
 from bedplate.deploy.yaml_writer import annotate
+from bedplate.errors import UsageError
 from bedplate.values.intent import PlatformTenant
 
 PRIORITIES = {
@@ -46,12 +47,10 @@ def explain_tenants(platform: Platform) -> list[str]:
         f"  kueue.x-k8s.io/queue-name: {make_slug(first.name)}",
         f"  kueue.x-k8s.io/priority-class: {' | '.join(PRIORITIES)}",
         f"  kubectl auth can-i create jobs -n {space} --as=someone --as-group={first.group or first.name}",
-        "Kueue's configuration needs these entries: quota is then lent by the shares, and no workload of a tenant",
-        "runs without its queue:",
+        f"Workloads without a queue get the queue {DEFAULT_QUEUE} of their namespace, so none runs without quota.",
+        "Keep manageJobsWithoutQueueName and managedJobsNamespaceSelector of Kueue's configuration at their defaults:",
+        "otherwise gateways wait for a queue, or quotas of services do not apply. To lend quota by the shares, add:",
         "  fairSharing: {}",
-        "  manageJobsWithoutQueueName: true",
-        "  managedJobsNamespaceSelector:",
-        "    matchExpressions: [{key: bedplate/tenant, operator: Exists}]",
     ]
 
 
@@ -67,7 +66,13 @@ def write_tenants(platform: Platform) -> list[Tree]:
         }
         for name, (value, words) in PRIORITIES.items()
     ]
+    home = platform.deploy.namespace or NAMESPACE
     for tenant in platform.tenants:
+        if name_tenant_namespace(tenant) == home:
+            raise UsageError(
+                f"deploy.namespace: {home} is the namespace of tenant {tenant.name}",
+                hint="the services need a namespace of their own",
+            )
         found += _write_tenant(tenant, platform, flavors)
     return found
 
@@ -105,10 +110,11 @@ def _write_tenant(tenant: PlatformTenant, platform: Platform, flavors: Sequence[
         },
     }
     yield from _write_policies(platform, space)
-    yield {
-        "apiVersion": API, "kind": "LocalQueue", "metadata": {"name": name, "namespace": space, "labels": FIRST},
-        "spec": {"clusterQueue": name},
-    }  # fmt: skip
+    for queue in (name, DEFAULT_QUEUE):
+        yield {
+            "apiVersion": API, "kind": "LocalQueue", "metadata": {"name": queue, "namespace": space, "labels": FIRST},
+            "spec": {"clusterQueue": name},
+        }  # fmt: skip
 
 
 def _write_rights(tenant: PlatformTenant, space: str) -> Iterator[Tree]:

@@ -78,7 +78,7 @@ __all__ = [
 
 SHARED_MODULES = (
     "base", "checks", "knobs", "mistakes", "names", "parsers", "quantizations", "roles", "shared", "shipped", "traits",
-    "vllm_accelerators",
+    "visible", "vllm_accelerators",
 )  # fmt: skip
 """Modules that are not an engine of their own; every other module of this folder is one."""
 

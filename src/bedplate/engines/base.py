@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,12 +50,14 @@ from bedplate.values import (
     Workload,
 )
 from bedplate.values.capabilities import Capabilities, ToolSupport
-from bedplate.values.decision import CacheType, Device
+from bedplate.values.decision import CacheType, Device, PublishedWeights
 from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import TunableSetting
 
 SHARE_MARGIN = 0.01
 """Of a device's memory: what stays free beside the share that an engine asks for when it starts."""
+LIMITED_VENDORS = ("apple", "amd")
+"""Vendors of GPUs in a processor whose part of the memory the system limits."""
 RESERVED_SHARE = 0.05
 """Share of the free memory that stays unused: a machine that swaps is slow with any setting."""
 LEAST_RESIDENT_ADAPTERS = 8
@@ -273,7 +276,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComputeTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a machine that an engine computes on: its accelerators, assumed identical, or its CPU."""
+    """The part of a machine that an engine computes on: its accelerators, or its CPU. Of cards that differ, the figures
+    are those of the weakest."""
 
     device: Device
     count: int
@@ -501,20 +505,34 @@ class Engine:
     def find_target(self, hardware: Hardware) -> ComputeTarget | None:
         """The accelerators or else the CPU of this machine that it would use; `None`: it supports neither."""
         cards = find_cards(hardware, self.vendors)
-        first = cards[0] if cards else None
-        chip = find_accelerator_chip(first) if first is not None else None
-        capability = (
-            parse_capability(first.compute_capability or (chip.capability if chip else None)) if first else None
+        found: list[ComputeTarget] = []
+        name = None
+        for card in cards:
+            if card.name == name:
+                continue
+            name, target = card.name, self._describe_card(card, len(cards))
+            # One process computes on the cards of one vendor.
+            if target is not None and (not found or target.device == found[0].device):
+                found.append(target)
+        if len(found) > 1:
+            features = frozenset.intersection(*(one.features for one in found))
+            weakest = min(found, key=lambda one: one.capability or (0, 0))
+            return msgspec.structs.replace(weakest, features=features)
+        return found[0] if found else ComputeTarget(device="cpu", count=1) if self.cpu else None
+
+    def _describe_card(self, card: Accelerator, count: int) -> ComputeTarget | None:
+        """`None`: it has no kernels for this card."""
+        chip = find_accelerator_chip(card)
+        capability = parse_capability(card.compute_capability or (chip.capability if chip is not None else None))
+        if capability is not None and capability < self.capability:
+            return None
+        return ComputeTarget(
+            device=DEVICES.get(get_card_family(card), "cpu"),
+            count=count,
+            chip=chip,
+            features=chip.features if chip is not None else frozenset(),
+            capability=capability,
         )
-        if first is not None and (capability is None or capability >= self.capability):
-            return ComputeTarget(
-                device=DEVICES.get(get_card_family(first), "cpu"),
-                count=len(cards),
-                chip=chip,
-                features=chip.features if chip is not None else frozenset(),
-                capability=capability,
-            )
-        return ComputeTarget(device="cpu", count=1) if self.cpu else None
 
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         """The weight formats in which it can load the model on this target, the most faithful first.
@@ -633,7 +651,16 @@ class Engine:
     def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:
         """The layers on each card of one replica's pipeline; the first stages get the remainder."""
         layers, stages = launch.model.num_layers, launch.plan.parallelism.pipeline
+        sizes = [card.free_bytes or card.memory_bytes or 0 for card in launch.cards]
+        if self.loading.divides == "by memory" and len(sizes) == stages and len(set(sizes)) > 1:
+            return self.count_layers_by_memory(layers, sizes)
         return tuple(layers // stages + (number < layers % stages) for number in range(stages))
+
+    def count_layers_by_memory(self, layers: int, sizes: Sequence[float], placed: int | None = None) -> tuple[int, ...]:
+        """The layers on cards of these sizes, if it divides them by memory; `placed`: of those that are on cards."""
+        placed, total = layers if placed is None else placed, sum(sizes)
+        ends = [round(placed * sum(sizes[: number + 1]) / total) for number in range(len(sizes))]
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *ends)))
 
     @property
     def is_native(self) -> bool:
@@ -921,8 +948,10 @@ def plan_download(plan: Plan) -> tuple[Preparation, ...]:
 def plan_published_download(plan: Plan) -> tuple[Preparation, ...]:
     """The download of published weights, for engines that need a file or folder instead of a hub id."""
     published = plan.weights.published
-    if published is None or plan.model.files:
-        return ()
+    return (make_download_step(published),) if published is not None and not plan.model.files else ()
+
+
+def make_download_step(published: PublishedWeights) -> Preparation:
     argv = ["hf", "download", published.repository]
     if published.file is not None and published.parts > 1:
         argv += ["--include", re.sub(r"-00001-of-", "-*-of-", published.file)]
@@ -934,11 +963,9 @@ def plan_published_download(plan: Plan) -> tuple[Preparation, ...]:
         f"{published.repository}, {f'file {published.file}' if published.file else published.revision or 'all files'}"
     )
     size = published.size_bytes
-    return (
-        Preparation(
-            kind="download", what=what, where=published.folder, download_bytes=size, disk_bytes=size,
-            argv=(*argv, "--local-dir", published.folder),
-        ),
+    return Preparation(
+        kind="download", what=what, where=published.folder, download_bytes=size, disk_bytes=size,
+        argv=(*argv, "--local-dir", published.folder),
     )  # fmt: skip
 
 

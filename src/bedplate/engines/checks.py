@@ -27,7 +27,7 @@ class PlannedLaunch:
     capability: tuple[int, int] | None
     """CUDA compute capability."""
     cards: tuple[Accelerator, ...]
-    """The accelerators that the layout uses, in the order of their indexes."""
+    """The accelerators that the layout uses, in the order of its ranks."""
     hosts: int
     """Operating systems that the cards of one replica belong to."""
 

@@ -20,7 +20,15 @@ from bedplate.engines.exllamav3 import count_compile_jobs, get_kernel_env, make_
 from bedplate.engines.knobs import apply_tuned_options, keep_tunable, make_cache_knob
 from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shipped import SERVER, SERVER_PACKAGES, BedplateServedEngine
-from bedplate.engines.traits import AdviceFlags, ContainerTraits, EstimateTraits, ServerFeatures, TableNames
+from bedplate.engines.traits import (
+    AdviceFlags,
+    ContainerTraits,
+    EstimateTraits,
+    LoadingTraits,
+    ServerFeatures,
+    TableNames,
+)
+from bedplate.engines.visible import show_first
 from bedplate.values import (
     Hardware,
     Launch,
@@ -110,6 +118,9 @@ class ExLlamaV2(BedplateServedEngine):
     # The oldest target of PyTorch 2.11's wheels.
     capability = (7, 5)
     ways = ("pipeline",)
+    loading = LoadingTraits(
+        divides="by memory", source="model.py of 0.3.2: load_autosplit fills a card before the next one"
+    )
     effort = 2
     reuses_prefixes = False
     # exllamav2 0.3.2: ExLlamaV2Lora; shipped/exllamav2_server.py does not use it.
@@ -199,7 +210,7 @@ class ExLlamaV2(BedplateServedEngine):
         env = get_kernel_env("exllamav2")
         if cards > 1:
             # It fills one visible card after the other.
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(number) for number in range(cards))
+            env |= show_first(plan.settings.device, cards)
         compilation = plan_compilation("exllamav2", plan.settings, COMPILE_CORE_S, COMPILE_BASIS)
         steps = [*self.plan_installation(plan), compilation]
         steps += [*plan_download(plan), _plan_conversion(plan)] if converted else plan_published_download(plan)

@@ -230,7 +230,11 @@ class ExLlamaV3(BedplateServedEngine):
         source="ExLlamaV3: default of max_chunk_size; driver context and kernels assumed as for PyTorch",
     )
     launch_rules = LAUNCH_RULES
-    loading = LoadingTraits(embeds_on_host=True, source="modules/embedding.py of 1.6.5: embeddings are on the CPU")
+    loading = LoadingTraits(
+        embeds_on_host=True, divides="by memory",
+        source="modules/embedding.py of 1.6.5: embeddings are on the CPU; model/model_ls.py of 1.4.1: "
+        "_load_autosplit fills a card before the next one",
+    )  # fmt: skip
     launch_options = LaunchOptions(context="--context", slots="--slots", cards=("--cards",))
     max_slots = 256
     quantizations = QUANTIZATIONS

@@ -24,3 +24,6 @@ BAD_TEMPLATE = KnownMistake(
     message="the model's chat template rejected the messages: {detail}", code="invalid_messages", param="messages"
 )
 BAD_TOKENS = KnownMistake(message="a token id is not in the model's vocabulary", code="invalid_tokens")
+BAD_FIELD = KnownMistake(
+    message="a field of the request has a value that is not supported: {detail}", code="invalid_value"
+)

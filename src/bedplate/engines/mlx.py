@@ -24,6 +24,7 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.quantizations import make_rows
+from bedplate.engines.shared import get_adapter_folder, plan_adapter_downloads
 from bedplate.engines.traits import (
     AdapterTraits,
     AdviceFlags,
@@ -49,7 +50,6 @@ from bedplate.values import (
 from bedplate.values.decision import Device
 from bedplate.values.record import make_estimate
 from bedplate.values.tuning import SettingChoice, TunableSetting
-from bedplate.values.workload import LoraAdapter
 
 BITS = {"8-BIT": 8, "6-BIT": 6, "4-BIT": 4}
 ON_CPU = ("F32", "8-BIT")
@@ -261,11 +261,10 @@ class Mlx(Engine):
         argv += ["--host", "127.0.0.1", "--port", str(port)]
         adapter = next(iter(plan.workload.adapters), None)
         if adapter is not None:
-            argv += ["--adapter-path", adapter.served_name if adapter.is_on_hub else adapter.path]
+            argv += ["--adapter-path", get_adapter_folder(adapter)]
         env = {"HF_HUB_OFFLINE": "1"} if plan.model.files or converted else {}
         steps = (*self.plan_installation(plan), *([_plan_conversion(plan)] if converted else []))
-        if adapter is not None and adapter.is_on_hub:
-            steps = (*steps, _plan_adapter_download(adapter))
+        steps = (*steps, *plan_adapter_downloads(plan))
         if uses_engine_defaults(settings):
             return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--decode-concurrency", str(settings.slots)]
@@ -332,13 +331,6 @@ def _make_weights_knob(plan: Plan) -> TunableSetting:
         limits=("memory bandwidth", "compute"), risk=("answers", "memory"), prior=0.6,
         source="mlx_lm.convert --help of 0.32.2",
     )  # fmt: skip
-
-
-def _plan_adapter_download(adapter: LoraAdapter) -> Preparation:
-    # It reads adapters from folders only.
-    folder = adapter.served_name
-    argv = ("hf", "download", adapter.path, "--local-dir", folder)
-    return Preparation(kind="download", what=f"adapter {adapter.path}", where=folder, argv=argv)
 
 
 def _plan_conversion(plan: Plan) -> Preparation:

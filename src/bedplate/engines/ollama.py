@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import PurePath
 
 import msgspec
@@ -207,6 +208,9 @@ class Ollama(Engine):
         if launch.plan.settings.host_expert_layers:
             return split_layers(launch.plan)
         return LLAMA_CPP.count_layers_by_card(launch)
+
+    def count_layers_by_memory(self, layers: int, sizes: Sequence[float], placed: int | None = None) -> tuple[int, ...]:
+        return LLAMA_CPP.count_layers_by_memory(layers, sizes, placed)
 
     def count_largest_stage(self, layers: int, stages: int) -> int:
         return LLAMA_CPP.count_largest_stage(layers, stages)

@@ -25,15 +25,21 @@ from bedplate.engines.knobs import (
     uses_engine_defaults,
 )
 from bedplate.engines.quantizations import make_rows
-from bedplate.engines.shared import FLOAT32_ONLY, get_compute_bits, widen_on_older_arm
-from bedplate.engines.traits import AdviceFlags, EstimateTraits, PrivatePort, ServerFeatures, TableNames
+from bedplate.engines.shared import (
+    FLOAT32_ONLY,
+    get_adapter_folder,
+    get_compute_bits,
+    plan_adapter_downloads,
+    widen_on_older_arm,
+)
+from bedplate.engines.traits import AdapterTraits, AdviceFlags, EstimateTraits, PrivatePort, ServerFeatures, TableNames
+from bedplate.engines.visible import show_first
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
 from bedplate.values.tuning import SettingChoice, TunableSetting
 
 DEVICES: dict[Device, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "mps", "xpu": "xpu"}
 """PyTorch's device names; AMD GPUs are named cuda."""
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 QUANTIZATIONS = {"INT8": "bnb-8bit", "NF4": "bnb-4bit"}
 PAGE_TOKENS = 256
 """ContinuousBatchingConfig.page_size: tokens per block of the KV cache."""
@@ -72,6 +78,13 @@ _KNOWN_FAILURES: tuple[tuple[str, KnownFailure], ...] = (
         KnownFailure(
             message="quantization while loading needs bitsandbytes, which does not support this device",
             hint="use the model in BF16, or a quantized one",
+        ),
+    ),
+    (
+        r"bedplate-engine: (?P<what>the LoRA adapter .+)",
+        KnownFailure(
+            message="{what}",
+            hint="repair the adapter, or remove it from workload.lora_adapters",
         ),
     ),
     (
@@ -121,6 +134,7 @@ class PyTorch(Engine):
         programs=(
             ("transformers-server", "transformers_server.py"),
             ("transformers_speech.py", "transformers_speech.py"),
+            ("transformers_adapters.py", "transformers_adapters.py"),
             ("gguf-to-folder", "gguf_to_folder.py"),
         ),
         download_bytes=330_000_000,
@@ -139,8 +153,12 @@ class PyTorch(Engine):
     tasks = ("generate", "transcribe")
     effort = 1
     reuses_prefixes = False
-    # transformers 5.22.2: cli/serve.py and cli/serving/ do not mention adapters.
-    no_adapters = "its server, transformers serve, has no option for LoRA adapters"
+    adapters = AdapterTraits(
+        slots="--max-loras", rank="--max-lora-rank", names="--lora-modules", mixes=False, selects="model",
+        load_path="/v1/load_lora_adapter", unload_path="/v1/unload_lora_adapter",
+        use="requests name one as their model, and are computed one after the other",
+        source="shipped/transformers_adapters.py; transformers 5.22.2: cli/serve.py and cli/serving/ have no adapters",
+    )  # fmt: skip
     features = Features(
         batching="none; continuous as an option",
         kv_cache="grows with a request; paged with batching",
@@ -220,8 +238,8 @@ class PyTorch(Engine):
         settled = replace_fields(
             super().settle(hardware, model, workload), context_tokens=choose_context(model, workload)
         )
-        if workload.task == "transcribe":
-            # Its continuous batching does not compute encoder-decoder models.
+        if workload.task == "transcribe" or workload.adapters:
+            # Its continuous batching computes no encoder-decoder models, and all requests of a batch in the same way.
             settled = replace_fields(settled, slots=1)
         return replace_fields(settled, threads=threads) if settled.device == "cpu" else settled
 
@@ -231,9 +249,11 @@ class PyTorch(Engine):
     def launch(self, plan: Plan, port: int) -> Launch:
         settings, cards = plan.settings, plan.parallelism.pipeline
         argv = ["transformers-server", "serve", plan.model_path, "--host", "127.0.0.1", "--port", str(port)]
+        argv += self._get_adapter_options(plan)
+        steps = (*self.plan_installation(plan), *plan_adapter_downloads(plan))
         if uses_engine_defaults(settings):
             env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
-            return Launch(argv=tuple(argv), env=env, prepare=self.plan_installation(plan))
+            return Launch(argv=tuple(argv), env=env, prepare=steps)
         argv += ["--device", "auto" if cards > 1 else DEVICES.get(settings.device, "auto")]
         argv += ["--dtype", _choose_dtype(plan)]
         if plan.weights.made == "while loading" and (method := QUANTIZATIONS.get(plan.weights.label)):
@@ -244,9 +264,15 @@ class PyTorch(Engine):
             argv += ["--continuous-batching", "--cb-num-blocks", str(pages)]
             if settings.batch_tokens is not None:
                 argv += ["--cb-max-batch-tokens", str(settings.batch_tokens)]
-        return apply_tuned_options(
-            Launch(argv=tuple(argv), env=_make_environment(plan), prepare=self.plan_installation(plan)), settings
-        )
+        return apply_tuned_options(Launch(argv=tuple(argv), env=_make_environment(plan), prepare=steps), settings)
+
+    def _get_adapter_options(self, plan: Plan) -> list[str]:
+        work = plan.workload
+        if not work.adapters:
+            return []
+        argv = ["--max-loras", str(len(work.adapters)), "--max-lora-rank", str(self.choose_adapter_rank(work))]
+        named = [f"{one.served_name}={get_adapter_folder(one)}" for one in work.adapters]
+        return [*argv, "--lora-modules", *named] if work.names_adapters else argv
 
     def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         device = plan.settings.device
@@ -279,8 +305,8 @@ def _choose_dtype(plan: Plan) -> str:
 
 def _make_batching_knobs(plan: Plan) -> list[TunableSetting]:
     settings, asked = plan.settings, plan.workload.compute_in_flight()
-    many = settings.slots > 1
-    slots = sorted({1, asked, 2 * asked, settings.slots})
+    many, adapters = settings.slots > 1, bool(plan.workload.adapters)
+    slots = sorted({1} if adapters else {1, asked, 2 * asked, settings.slots})
     tokens = (512, 1024, 2048)
     kept = SettingChoice(value="default")
     # Without a GPU, sdpa is the default of Transformers.
@@ -304,8 +330,9 @@ def _make_batching_knobs(plan: Plan) -> list[TunableSetting]:
         ),
         TunableSetting(
             name="compile", meaning="torch.compile at start-up", now="off", own="off",
-            # Continuous batching ignores it (cli/serving/utils.py: it means a cache of fixed size).
-            choices=(SettingChoice(value="off"), *(() if many else (SettingChoice(value="on",
+            # Continuous batching ignores it (cli/serving/utils.py: it means a cache of fixed size), and compiled layers
+            # ignore the hooks of adapters.
+            choices=(SettingChoice(value="off"), *(() if many or adapters else (SettingChoice(value="on",
             options=("--compile",)),))),
             limits=("runtime overhead", "compute"), risk=("start", "answers"), prior=0.3, source=_HELP,
         ),
@@ -356,9 +383,9 @@ def _make_environment(plan: Plan) -> dict[str, str]:
     env = {"HF_HUB_OFFLINE": "1"} if plan.model.files else {}
     if settings.device == "cpu" and settings.threads is not None:
         env["OMP_NUM_THREADS"] = str(settings.threads)
-    if cards > 1 and (name := VISIBLE.get(settings.device)):
+    if cards > 1:
         # By default it uses all visible cards.
-        env[name] = ",".join(str(number) for number in range(cards))
+        env |= show_first(settings.device, cards)
     return env
 
 

@@ -245,6 +245,10 @@ EIGHT_BIT_CACHE = EightBitCache(
                               source=f"{_FP8_CACHE} (August 2026): AITER"),
     ),
 )  # fmt: skip
+SPARSE_ATTENTION = frozenset(["deepseek_v32", "deepseek_v4", "glm_moe_dsa"])
+SPARSE_LEAST = (9, 0)
+"""The indexer of sparse attention is in DeepGEMM, and its prefill in FlashAttention 3 or FlashMLA: none has kernels for
+older GPUs (issue 35420 of August 2026; docs/cookbook/autoregressive/DeepSeek/DeepSeek-V4.mdx: from the H100 on)."""
 NO_ARCHITECTURES = frozenset(["jamba", "falcon", "internlm", "minimax_text_01", "minimax_m1", "mpnet"])
 """Without a class in srt/models of 0.5.23, and not among those that its Transformers backend implements."""
 
@@ -271,6 +275,15 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     """This version has the model's architecture."""
     architecture = launch.model.architecture
     return f"SGLang does not have the architecture {architecture}" if architecture in NO_ARCHITECTURES else None
+
+
+def check_sparse_attention(launch: PlannedLaunch) -> str | None:
+    """DeepSeek's sparse attention has kernels from compute capability 9.0 on."""
+    if launch.device != "cuda" or launch.model.architecture not in SPARSE_ATTENTION or launch.capability is None:
+        return None
+    if launch.capability >= SPARSE_LEAST:
+        return None
+    return f"sparse attention has no kernels for compute capability {format_capability(launch)}"
 
 
 def check_cache_type(launch: PlannedLaunch) -> str | None:
@@ -340,6 +353,8 @@ LAUNCH_RULES = (
     LaunchRule("sglang.packing", "srt/layers/quantization/awq/awq.py and gptq/gptq.py of cce0a12 (August 2026): "
                "weight_bits", check_packing, "the same model in another quantization"),
     LaunchRule("sglang.architecture", "srt/models/registry.py of 0.5.23", check_architecture, "another engine"),
+    LaunchRule("sglang.sparse-attention", "srt/layers/attention/dsa/dsa_indexer.py, dsa_backend.py of cce0a12 (August "
+               "2026); sgl-project/sglang/issues/35420", check_sparse_attention, "an H100 or a newer data-centre GPU"),
     LaunchRule("sglang.fp8", "srt/layers/quantization/fp8.py of 0.5.23: use_marlin", check_online_fp8,
                "weights that are published in FP8"),
     LaunchRule("sglang.cache-type", _FP8_CACHE, check_cache_type, "a 16-bit KV cache"),
@@ -501,8 +516,16 @@ class Sglang(Engine):
             or refuse_gfx(self, hardware, GFX)
             or self._refuse_on_cpu(hardware, model, workload)
             or self._refuse_architecture(model)
+            or self._refuse_sparse_attention(hardware, model)
             or refuse_stored(self, hardware, model, workload)
         )
+
+    def _refuse_sparse_attention(self, hardware: Hardware, model: Model) -> Refusal | None:
+        target = self.find_target(hardware)
+        capability = target.capability if target is not None and target.device == "cuda" else None
+        if model.architecture not in SPARSE_ATTENTION or capability is None or capability >= SPARSE_LEAST:
+            return None
+        return self.make_refusal("impossible", "has no sparse attention for this GPU", "an H100 or newer")
 
     def _refuse_architecture(self, model: Model) -> Refusal | None:
         if model.architecture not in NO_ARCHITECTURES:

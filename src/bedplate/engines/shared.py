@@ -29,6 +29,7 @@ from bedplate.values import (
     make_estimate,
     replace_fields,
 )
+from bedplate.values.workload import LoraAdapter
 
 GIB = 1 << 30
 COMPRESSOR = "llmcompressor==0.14.0.1"
@@ -365,6 +366,23 @@ def get_hub_variables(plan: Plan) -> dict[str, str]:
 def list_named_adapters(plan: Plan) -> list[str]:
     """NAME=PATH of each LoRA adapter."""
     return [f"{one.served_name}={one.path}" for one in plan.workload.adapters]
+
+
+def get_adapter_folder(adapter: LoraAdapter) -> str:
+    """Where an engine that reads LoRA adapters from folders alone finds one."""
+    return adapter.served_name if adapter.is_on_hub else adapter.path
+
+
+def plan_adapter_downloads(plan: Plan) -> list[Preparation]:
+    """Steps that download listed LoRA adapters from the hub into their folders."""
+    named = plan.workload.adapters if plan.workload.names_adapters else ()
+    return [
+        Preparation(
+            kind="download", what=f"adapter {one.path}", where=(folder := get_adapter_folder(one)),
+            argv=("hf", "download", one.path, "--local-dir", folder),
+        )
+        for one in named if one.is_on_hub
+    ]  # fmt: skip
 
 
 def join_options(options: Iterable[tuple[str, object | None]]) -> list[str]:

@@ -95,6 +95,12 @@ class EstimateTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens in one pass if a plan does not set it; `None`: 8192."""
     chip_pass_tokens: Mapping[str, float] = {}
     """The same by chip family, if the default differs."""
+    sample_entry_s: float = 0.0
+    """Host time to sample a token, per entry of the vocabulary, if one thread samples all sequences in turn."""
+    wake_s: float = 0.0
+    """Host time for each waiting request when a token is passed on, if all of them are woken by each token."""
+    most_woken: float = 1.0
+    """The most requests that one token wakes: a thread that has not run yet is not woken again."""
     memory_known: bool = True
     """Whether `MemoryUse` is accurate enough to predict published memory peaks."""
 
@@ -135,6 +141,8 @@ class LoadingTraits(msgspec.Struct, frozen=True, kw_only=True):
     """What the option for its share of the memory includes."""
     embeds_on_host: bool = False
     """Whether the token embedding stays in host memory."""
+    divides: Literal["evenly", "by memory"] = "evenly"
+    """How the stages of a pipeline get their layers: as many each, or in proportion to the memory of their cards."""
     conversion_copies: float = 0.0
     """Copies of the unconverted weights in host memory, while the tool in its preparation steps converts them."""
     source: str = "not known for this engine"

@@ -352,6 +352,10 @@ RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 NO_FLOAT16 = frozenset(["gemma2", "gemma3", "gemma3_text", "glm4"])
 """_FLOAT16_NOT_SUPPORTED_MODELS in config/model.py of 0.32.0."""
 SPARSE_ATTENTION = frozenset(["deepseek_v32", "glm_moe_dsa"])
+HOPPER_LEAST = (9, 0)
+NEEDS_HOPPER = frozenset(["deepseek_v4"])
+"""Its hyper-connections are computed by DeepGEMM, which has no kernels for older GPUs. vllm-project/vllm/issues/40851
+is of April 2026, and 57144 of September 2026 asks for the same again."""
 SPARSE_CAPABILITIES = (9, 10, 12)
 """Major compute capabilities of the backends for sparse MLA: v1/attention/backends/mla/*sparse*.py of 0.32.0."""
 PER_CHANNEL_LEAST = (8, 9)
@@ -457,8 +461,13 @@ def check_batch(launch: PlannedLaunch) -> str | None:
 
 
 def check_sparse_attention(launch: PlannedLaunch) -> str | None:
-    """Models with sparse attention need a GPU that has a backend for it."""
-    if launch.device != "cuda" or launch.model.architecture not in SPARSE_ATTENTION or launch.capability is None:
+    """Models with sparse attention need a GPU that has a backend for it, DeepSeek V4 one from Hopper on."""
+    architecture = launch.model.architecture
+    if launch.device != "cuda" or launch.capability is None:
+        return None
+    if architecture in NEEDS_HOPPER and launch.capability < HOPPER_LEAST:
+        return f"{architecture} has no kernels for compute capability {format_capability(launch)}"
+    if architecture not in SPARSE_ATTENTION:
         return None
     if launch.capability[0] in SPARSE_CAPABILITIES:
         return None
@@ -538,7 +547,8 @@ LAUNCH_RULES = (
     LaunchRule("vllm.pipeline", "config/model.py of 0.32.0: is_pp_supported_model", check_pipeline),
     LaunchRule("vllm.batch", "config/scheduler.py of 0.32.0: verify_max_model_len", check_batch),
     LaunchRule("vllm.sparse-attention", "v1/attention/backends/mla/flashmla_sparse.py, flashinfer_mla_sparse.py of "
-               "0.32.0: supports_compute_capability", check_sparse_attention, "an H100 or a newer data-centre GPU"),
+               "0.32.0: supports_compute_capability; vllm-project/vllm/issues/40851", check_sparse_attention,
+               "an H100 or a newer data-centre GPU"),
     LaunchRule("vllm.cache-type", "v1/attention/backends/triton_attn.py of 0.32.0: kv_cache_dtype", check_cache_type),
     LaunchRule("vllm.experts", "config/model.py of 0.32.0: _verify_with_expert_parallelism", check_expert_option),
     LaunchRule("vllm.replicas", "model_executor/layers/fused_moe/config.py of v0.26.1rc0-1114-ga014e35: "
@@ -733,6 +743,9 @@ class Vllm(Engine):
             return None
         if model.architecture in SPARSE_ATTENTION and capability[0] not in SPARSE_CAPABILITIES:
             return self.make_refusal("impossible", "has no sparse attention for this GPU", "an H100 or newer")
+        if model.architecture in NEEDS_HOPPER and capability < HOPPER_LEAST:
+            why = f"has no kernels of {model.architecture} for this GPU"
+            return self.make_refusal("impossible", why, "an H100 or newer")
         if model.architecture in NO_FLOAT16 and capability < (8, 0):
             why = f"computes {model.architecture} only in BF16, which this GPU does not have"
             return self.make_refusal("impossible", why, "a GPU with compute capability 8.0 or higher")
@@ -798,6 +811,8 @@ class Vllm(Engine):
             )
         if target.features == FLOAT32_ONLY:
             return (Weights(label="F32", made="as it is" if label == "F32" else "while loading", format="safetensors"),)
+        if workload.task != "generate" and label == "F32":
+            return _list_pooling_weights(target, model)
         found = [choose_plain_weights(label, target)]
         if workload.task == "generate" and _quantizes_while_loading(target, model):
             found.append(Weights(label="FP8", made="while loading", format="safetensors"))
@@ -1132,15 +1147,30 @@ def _quantizes_while_loading(target: ComputeTarget, model: Model) -> bool:
     return target.device == "cuda" and not model.num_experts and (target.capability or (0, 0)) >= (8, 0)
 
 
+def _list_pooling_weights(target: ComputeTarget, model: Model) -> tuple[Weights, ...]:
+    """Weights of an embedding model or a classifier that is published in 32 bits.
+
+    Its vectors and scores are the answer: no sampling hides what BF16 loses. vLLM itself chooses F16 for them
+    (config/model.py: _resolve_auto_dtype).
+    """
+    half = "BF16" if model.architecture in NO_FLOAT16 else "F16"
+    rounded = Weights(label=half, made="while loading", format="safetensors")
+    if target.device != "cpu":
+        return (rounded,)
+    return (Weights(label="F32", made="as it is", format="safetensors"), rounded)
+
+
 def _get_weight_options(plan: Plan) -> list[str]:
     """Options for the weight type; quantized checkpoints specify it in their configuration."""
+    if plan.weights.label == "F32":
+        return ["--dtype", "float32"]  # otherwise it loads them in 16 bits
     if plan.weights.made != "while loading":
         return []
     if plan.weights.label == "FP8":
         # Marlin kernels, for GPUs without FP8 units, dequantize weights with one scale per tensor.
         older = plan.settings.device == "cuda" and plan.settings.compute_capability is not None
         return ["--quantization", "fp8_per_tensor" if older else "fp8_per_channel"]
-    return ["--dtype", {"F16": "half", "F32": "float32"}.get(plan.weights.label, "bfloat16")]
+    return ["--dtype", "half" if plan.weights.label == "F16" else "bfloat16"]
 
 
 def _get_layout_options(plan: Plan) -> list[str]:

@@ -96,7 +96,8 @@ def merge_found(parts: list[FoundAccelerators]) -> FoundAccelerators:
         offset = max((card.index for card in accelerators), default=-1) + 1 if part.accelerators else 0
         for card in part.accelerators:
             parent = None if card.parent is None else card.parent + offset
-            accelerators.append(replace_fields(card, index=card.index + offset, parent=parent))
+            own = card.index if offset else None
+            accelerators.append(replace_fields(card, index=card.index + offset, driver_index=own, parent=parent))
         links += [
             replace_fields(link, a=_shift_index(link.a, offset), b=_shift_index(link.b, offset)) for link in part.links
         ]

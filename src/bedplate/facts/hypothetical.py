@@ -49,7 +49,7 @@ def make_simulated_hardware(described: Mapping[str, Any]) -> Hardware:
     if "schema" in described:
         return _read_saved(described)
     described, named = _resolve_named_machine(described)
-    if len(parts := _split_cards(described.get("accelerator"))) > 1:
+    if len(parts := split_cards(described.get("accelerator"))) > 1:
         return _join_cards(described, parts)
     asked = _DescribedFields(described)
     ram_bytes = asked.get_bytes("ram_gb")
@@ -88,10 +88,11 @@ def _resolve_named_machine(described: Mapping[str, Any]) -> tuple[Mapping[str, A
     given = {name: value for name, value in described.items() if value is not None and name != "accelerator"}
     fields = machine.describe(machines) | given
     cards = f"{machine.count} x {machine.accelerator}, {machine.cores} cores, {machine.ram_gb:g} GiB RAM"
+    cards += f" (cores and RAM of one of its {machine.hosts} hosts)" if machine.hosts > 1 else ""
     return fields, (f"{machine.names[0]}: {cards} each" if machines > 1 else f"{machine.names[0]}: {cards}",)
 
 
-def _split_cards(named: object) -> list[str]:
+def split_cards(named: object) -> list[str]:
     """The different cards of one machine: a list, or names with a plus between them."""
     if isinstance(named, list | tuple):
         if not named or not all(isinstance(one, str) and one.strip() for one in named):
@@ -125,12 +126,19 @@ def _join_cards(described: Mapping[str, Any], parts: Sequence[str]) -> Hardware:
                 f"hardware.accelerator: {part} is not a card that can be added to a machine with others",
                 hint="name graphics cards or accelerators with memory of their own",
             )
-    largest = max(machines, key=lambda machine: machine.memory.total_bytes)
+    largest = max(machines, key=lambda machine: (machine.memory.total_bytes, machine.accelerators[0].name))
     accelerators: list[Accelerator] = []
     links: list[Link] = []
     for machine in machines:
         first = len(accelerators)
-        added = [msgspec.structs.replace(one, index=first + one.index) for one in machine.accelerators]
+        # Each vendor's driver counts its own cards.
+        own = sum(one.vendor == machine.accelerators[0].vendor for one in accelerators)
+        added = [
+            msgspec.structs.replace(
+                one, index=first + one.index, driver_index=own + one.index if own != first else None
+            )
+            for one in machine.accelerators
+        ]  # fmt: skip
         links += (_move_link(link, first) for link in machine.links)
         links += (_link_different_cards(one, other) for one in accelerators for other in added)
         accelerators += added

@@ -142,6 +142,10 @@ def _is_path(text: str) -> bool:
 def _make_missing_path_error(text: str, path: Path | None) -> UsageError:
     if path is None:
         return UsageError(f"{text!r} is not a valid path", hint="check the spelling")
+    if path.exists():
+        return UsageError(f"{text} is not a regular file", hint="specify a .gguf file, a folder or owner/name")
+    if path.is_symlink():
+        return UsageError(f"{text} is a broken link: it points to {path.readlink()}", hint="download the model again")
     near: list[str] = []
     if path.parent.is_dir():
         try:
@@ -265,6 +269,17 @@ def _list_hub_snapshots(repo_folder: Path) -> list[Path]:
     except (OSError, UnicodeDecodeError):
         main = ""
     return sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+
+
+def find_hub_snapshot(repo: str, revision: str | None) -> Path | None:
+    """The cached files of a commit or branch of a repository, complete or not; its folder is named by the commit."""
+    folder = find_hub_cache() / ("models--" + repo.replace("/", "--"))
+    try:
+        commit = (folder / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision or ""
+    snapshot = folder / "snapshots" / commit
+    return snapshot if re.fullmatch(r"[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
 
 def _list_hub_files(repo_folder: Path) -> list[tuple[str, Path]]:

@@ -23,6 +23,8 @@ class NamedMachine(Record, frozen=True, kw_only=True):
     accelerator: str
     count: int | None = None
     gpus_per_node: int | None = None
+    hosts: int = 1
+    """Operating systems; cores and RAM are those of each."""
     cores: int | None = None
     """Half of the virtual CPUs that a cloud counts: each core has two."""
     ram_gb: float

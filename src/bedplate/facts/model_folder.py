@@ -20,6 +20,7 @@ from bedplate.values import Model, replace_fields
 from bedplate.values.model import ModelPart, TensorGroup
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+SENTENCE_CONFIG = "sentence_bert_config.json"
 _MAX_TEMPLATE = 1 << 16
 _MAX_SHARDS = 4096
 Format = Literal["gguf", "safetensors", "mlx", "exl2", "exl3", "onnx", "facts"]
@@ -42,7 +43,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
     shards = list_weight_files(folder)
     onnx = sorted(folder.glob("*.onnx")) or sorted((folder / "onnx").glob("*.onnx"))
     if not shards and (onnx or (folder / "genai_config.json").is_file()):
-        return read_onnx(folder, fields, name=name, origin=origin or "a folder")
+        return _limit_context(read_onnx(folder, fields, name=name, origin=origin or "a folder"), folder)
     if fields is None:
         raise UsageError(
             f"{folder} has no config.json, so bedplate cannot identify its weights",
@@ -55,7 +56,7 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
         quant_file=read_json(quant_path) if quant_path.is_file() else None,
         origin=origin or "a folder",
     )
-    model = replace_fields(model, **_read_template(folder))
+    model = _limit_context(replace_fields(model, **_read_template(folder)), folder)
     if not shards:
         refuse_pickles(folder)
         size = _read_index_total(folder)
@@ -65,6 +66,19 @@ def read_folder(folder: Path, *, name: str | None = None, origin: str | None = N
     return apply_tensors(
         model, [t for header in headers for t in header.tensors], metadata, fields, tuple(str(path) for path in shards)
     )
+
+
+def _limit_context(model: Model, folder: Path) -> Model:
+    path = folder / SENTENCE_CONFIG
+    return limit_context(model, read_json(path)) if path.is_file() else model
+
+
+def limit_context(model: Model, sentence_config: Any) -> Model:
+    """Applies the longest input of a sentence-transformers model, which may be shorter than its positions."""
+    longest = sentence_config.get("max_seq_length") if isinstance(sentence_config, dict) else None
+    if type(longest) is not int or longest < 1:
+        return model
+    return replace_fields(model, max_context=min(longest, model.max_context or longest))
 
 
 def read_config_file(path: Path) -> Model:

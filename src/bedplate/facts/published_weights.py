@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 
 from bedplate import home
 from bedplate.errors import UsageError
-from bedplate.facts.known_models import apply_label, list_known_names, look_up_model
+from bedplate.facts.known_models import apply_label, list_known_names, look_up_model, parse_model_name
 from bedplate.values import Model, replace_fields
 from bedplate.values.decision import PublishedWeights, list_part_names
 from bedplate.values.model import Quantization
@@ -26,6 +27,12 @@ from bedplate.values.record import Record
 LISTING = "published-weights.json"
 """The file in BEDPLATE_HOME with the hub's answers."""
 WEIGHT_FILES = (".gguf", ".safetensors", ".npz")
+ASSUMED_LABELS = {"gguf": "Q4_K_M", "exl3": "4.0BPW", "exl2": "4.0BPW"}
+"""By format, the quantization of a repository that has several, if its name states none. llama-server has the same
+default for --hf-repo (common/arg.cpp of b11549), and most repositories have the others."""
+_FORMAT_WORD = re.compile(r"(?<![a-z0-9])(gguf|exl[23])(?![a-z0-9])")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)/(?P<file>[\w./-]+\.gguf)", re.IGNORECASE)
 ListingVersion = tuple[str, int, int]
 """Path, modification time and size of the stored listing."""
 
@@ -125,6 +132,8 @@ def list_published(model: Model) -> tuple[PublishedForm, ...]:
     None for the user's own files, which may be a fine-tune.
     """
     name = find_published_name(model.name)
+    if name is None and not model.files and model.format in ASSUMED_LABELS:
+        return _list_named(model)
     original = look_up_model(name) if name is not None and not model.files else None
     if name is None or original is None:
         return ()
@@ -132,6 +141,76 @@ def list_published(model: Model) -> tuple[PublishedForm, ...]:
         return _list_forms(name, model, _find_listing())
     original = replace_fields(original, name=model.name)
     return tuple(form for form in _list_forms(name, original, _find_listing()) if form.label == model.quantization)
+
+
+def look_up_named_weights(text: str) -> Model | None:
+    """The facts of the model with this name, in the format of the repository that the text names, if it names one.
+
+    `unsloth/Qwen3-8B-GGUF` has no other weights. Without a quantization in the name, one is assumed, and the origin
+    says so.
+    """
+    repository, _, label = text.strip().partition(":")
+    known = _index_repositories().get(repository.lower())
+    model = look_up_model(text)
+    if model is None and known is not None:
+        original = look_up_model(f"{known[0]}:{label}" if label else known[0])
+        model = replace_fields(original, name=text.strip()) if original is not None else None
+    word = _FORMAT_WORD.search(repository.rpartition("/")[2].lower())
+    if model is None or word is None or not _HUB_ID.fullmatch(repository):
+        return model
+    form, asked = word[1], parse_model_name(text).label or label
+    if asked:
+        return replace_fields(model, format=form) if model.format == "exl3" != form else model
+    choices = list(known[1].weights) if known is not None else []
+    assumed = ASSUMED_LABELS[form]
+    chosen = assumed if assumed in choices or not choices else choices[0]
+    named = f"{repository}:{chosen if form == 'gguf' else chosen.lower()}"
+    others = f" (of {', '.join(choices)})" if len(choices) > 1 else ""
+    return replace_fields(
+        apply_label(model, chosen), name=named, format=form,
+        origin=f"known facts; {chosen} is assumed{others}: {repository}:… names another",
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _index_repositories() -> dict[str, tuple[str, PublishedRepository]]:
+    """By the name of a repository in lower case: the original model and the entry."""
+    return {
+        one.repository.lower(): (name, one)
+        for name, model in load_catalogue().models.items()
+        for one in model.repositories
+        if one.format in ASSUMED_LABELS
+    }
+
+
+def _list_named(model: Model) -> tuple[PublishedForm, ...]:
+    """The weights of the repository that the model is named after, whose file or branch must be fetched."""
+    repository, _, asked = model.name.partition(":")
+    named = _HUB_FILE.fullmatch(repository)
+    repository = named["repository"] if named is not None else repository
+    is_named = named is not None or _FORMAT_WORD.search(repository.lower()) is not None
+    if not _HUB_ID.fullmatch(repository) or not is_named:
+        return ()
+    known = _index_repositories().get(repository.lower())
+    original = look_up_model(known[0]) if known is not None else None
+    if known is not None and original is not None and named is None:
+        forms = _list_forms(known[0], replace_fields(original, name=model.name), _find_listing())
+        wanted = (form for form in forms if form.weights.repository == known[1].repository)
+        if found := tuple(form for form in wanted if form.label == model.quantization):
+            return found
+    label = asked or model.quantization or ""
+    base = re.sub(r"[-_.]?gguf$", "", repository.rpartition("/")[2], flags=re.IGNORECASE)
+    file = (known[1].get_file(label) if known is not None else None) or f"{base}-{label}.gguf"
+    file = named["file"] if named is not None else file
+    published = PublishedWeights(
+        repository=repository,
+        file=file if model.format == "gguf" else None,
+        revision=label.lower().replace(" ", "") if model.format != "gguf" else None,
+        size_bytes=_count_file_bytes(model),
+        size_basis="computed",
+        sources=(),
+    )
+    return (PublishedForm(label=model.quantization or label, format=model.format, model=model, weights=published),)
 
 
 def get_published_model(model: Model, published: PublishedWeights) -> Model:
@@ -147,6 +226,18 @@ def find_gguf_repository(name: str) -> str | None:
         return None
     found = [one for one in load_catalogue().models[known].repositories if one.format == "gguf"]
     return max(found, key=lambda one: len(one.weights)).repository if found else None
+
+
+def find_original(model: Model) -> str | None:
+    """The original of a quantized repository of the catalogue, of which other weights are published as well."""
+    repository = model.name.partition(":")[0].lower()
+    return None if model.files else _index_originals().get(repository)
+
+
+@lru_cache(maxsize=1)
+def _index_originals() -> dict[str, str]:
+    models = load_catalogue().models
+    return {one.repository.lower(): name for name, model in models.items() for one in model.repositories}
 
 
 def get_listing_key(repository: str, revision: str | None) -> str:

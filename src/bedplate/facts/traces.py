@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 
-from bedplate.errors import ExternalFailure, UsageError
+from bedplate.errors import ExternalFailure, UsageError, make_unreadable_error
 from bedplate.values.workload import RequestShape, TraceFormat
 
 MAX_TOKENS = 10**9
@@ -84,7 +84,7 @@ def open_trace(path: Path | str) -> Iterator[io.BufferedReader]:
     try:
         file = Path(path).open("rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}", cause=getattr(error, "strerror", None) or str(error)) from error
+        raise make_unreadable_error(path, error) from error
     with file:
         yield _decompress(file, Path(path).name)
 
@@ -93,7 +93,7 @@ def _decompress(file: io.BufferedReader, name: str) -> io.BufferedReader:
     try:
         magic = file.peek(4)[:4]
     except OSError as error:
-        raise UsageError(f"cannot read {name}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(name, error) from error
     if magic.startswith(b"\x1f\x8b"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), 2**18)
     if magic == b"\x28\xb5\x2f\xfd":

@@ -16,6 +16,7 @@ MAX_CHARACTERS = 256 * 1024
 MAX_NODES = 20_000
 """Keys and values after expanding aliases, because a few lines with aliases can expand to billions."""
 MAX_DEPTH = 20
+HINT = "docs/intent.md has examples; bedplate init writes an intent file"
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,10 +52,10 @@ def parse_yaml(text: str, origin: str) -> tuple[object, dict[str, int], str]:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise UsageError(f"{origin} is not YAML", cause=_describe_error(error)) from error
+        raise UsageError(f"{origin} is not YAML", cause=_describe_error(error), hint=HINT) from error
     except (RecursionError, ValueError, TypeError) as error:
         cause = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise UsageError(f"{origin} cannot be read", cause=cause) from error
+        raise UsageError(f"{origin} cannot be read", cause=cause, hint=HINT) from error
     return data, lines, origin
 
 
@@ -69,9 +70,9 @@ def _check_size(root: yaml.Node | None, origin: str) -> dict[str, int]:
         node, path, depth = pending.pop()
         visited += 1
         if visited > MAX_NODES:
-            raise UsageError(f"{origin} expands to more than {MAX_NODES:,} values through its aliases")
+            raise UsageError(f"{origin} expands to more than {MAX_NODES:,} values through its aliases", hint=HINT)
         if depth > MAX_DEPTH:
-            raise UsageError(f"{path}: nested more than {MAX_DEPTH} levels deep")
+            raise UsageError(f"{path}: nested more than {MAX_DEPTH} levels deep", hint=HINT)
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             pending += [(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]

@@ -117,8 +117,8 @@ def _write_codex(at: ServedEndpoint) -> str:
 
 
 def _write_open_webui(at: ServedEndpoint) -> str:
-    key = f"${{{KEY_VARIABLE}}}" if at.needs_key else "none"
-    return f"OPENAI_API_BASE_URL={at.url}\nOPENAI_API_KEY={key}\n"
+    # Docker does not replace variables in this file, so that the command passes the key.
+    return f"OPENAI_API_BASE_URL={at.url}\n"
 
 
 def _write_continue(at: ServedEndpoint) -> str:
@@ -204,8 +204,10 @@ CLIENTS: dict[str, tuple[ClientKind, Callable[[ServedEndpoint], str]]] = {
         (
             ClientKind(
                 id="open-webui", name="Open WebUI", api="chat",
-                file="the environment of Open WebUI",
-                use="docker run --env-file FILE … ghcr.io/open-webui/open-webui:main",
+                file="the environment of Open WebUI, read at its first start",
+                # In the host's network it reaches an endpoint on this machine, and needs another port than 8080.
+                use=f'docker run --network host -e PORT=3000 -e OPENAI_API_KEY="${{{KEY_VARIABLE}:-none}}" '
+                "--env-file FILE ghcr.io/open-webui/open-webui:main",
                 source="https://docs.openwebui.com/getting-started/env-configuration",
             ),
             _write_open_webui,
@@ -229,7 +231,9 @@ CLIENTS: dict[str, tuple[ClientKind, Callable[[ServedEndpoint], str]]] = {
         (
             ClientKind(
                 id="zed", name="Zed", api="chat", agent=True,
-                file="~/.config/zed/settings.json", use="choose the model in the agent panel",
+                file="~/.config/zed/settings.json",
+                # crates/language_models/src/provider/open_ai_compatible.rs: without a key it sends no request.
+                use=f"start Zed with {KEY_VARIABLE}, of any value if no key is required; choose the model in its panel",
                 source="https://zed.dev/docs/ai/use-api-access",
             ),
             _write_zed,

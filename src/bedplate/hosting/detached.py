@@ -19,7 +19,7 @@ from bedplate.errors import ExternalFailure
 from bedplate.home import ensure_writable, get_logs_dir, open_private
 from bedplate.hosting.control import ErrorReport
 from bedplate.hosting.logs import EARLY_LOG
-from bedplate.progress import Progress
+from bedplate.progress import Progress, StepFailure
 from bedplate.values import Decision, Endpoint, Hardware, Model
 from bedplate.values.record import Record
 from bedplate.values.service import ModelOrder, Order
@@ -58,9 +58,10 @@ class StartReport(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     note: str | None = None
     step: ProgressStep | None = None
-    """A long step begins. `done` reports how much of it is complete, and `ended` ends it."""
+    """A long step begins. `done` reports how much of it is complete, and `ended` or `failed` ends it."""
     done: int | None = None
     ended: bool = False
+    failed: bool = False
     choice: ChoiceReport | None = None
     name: str | None = None
     ready: Endpoint | None = None
@@ -133,6 +134,8 @@ def _follow_reports(
                 update(report.done)
             elif report.ended:
                 steps.close()
+            elif report.failed:
+                steps.__exit__(StepFailure, StepFailure(), None)
             elif report.error is not None:
                 raise report.error.to_exception()
             elif report.ready is not None:
@@ -194,8 +197,10 @@ class PipeReporter:
         self._done = None
         try:
             yield self._update
-        finally:
-            self.send(StartReport(ended=True))
+        except BaseException:
+            self.send(StartReport(failed=True))
+            raise
+        self.send(StartReport(ended=True))
 
     def _update(self, done: int) -> None:
         if done != self._done:

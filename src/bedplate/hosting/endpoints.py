@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from bedplate.errors import UsageError
 from bedplate.run.gateway.choosing import ChoosingRoute
 from bedplate.run.gateway.elsewhere import RemoteAddress, RemoteBackend, read_key
+from bedplate.run.gateway.translate.front import NATIVE
+from bedplate.values.capabilities import Capabilities
 from bedplate.values.service import RemoteEndpointStatus
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.client import _RequestContextManager
 
     from bedplate.run.gateway import Gateway
     from bedplate.run.ready import PreparedModel
@@ -25,6 +30,8 @@ LOST_AFTER = 3
 """After so many failed checks in a row the endpoint gets no requests, and its running ones are sent elsewhere."""
 ANSWERS_WITHOUT_LIST = (404, 405, 501)
 """Statuses of endpoints that work and do not list their models."""
+UNKNOWN_PATH = (200, *ANSWERS_WITHOUT_LIST)
+"""Statuses of a path that an endpoint does not have. Those that have it reject an empty request."""
 
 
 def make_endpoints(order: Order, made: Sequence[PreparedModel]) -> list[RemoteBackend]:
@@ -102,6 +109,7 @@ class EndpointWatch:
         if failure is None:
             self._failures[backend] = 0
             if backend.state != "ready":
+                backend.lacking_apis = await _find_lacking_apis(backend, session)
                 self._say(f"the endpoint {backend.engine} answers, for {backend.model}")
                 backend.reason = None
                 backend.state = "ready"
@@ -123,20 +131,16 @@ async def _find_failure(backend: RemoteBackend, session: aiohttp.ClientSession) 
     """Why the endpoint cannot be used; `None`: it can."""
     import aiohttp
 
-    if backend.remote is None:
-        raise RuntimeError("not an endpoint elsewhere")
-    headers = {"Authorization": f"Bearer {backend.engine_key}"} if backend.engine_key else {}
-    options = {"ssl": backend.connect_options["ssl"]} if backend.connect_options else {}
     try:
-        async with session.get(
-            f"{backend.remote.url}/v1/models", headers=headers, allow_redirects=False, **options
-        ) as answer:
+        async with _request(backend, session, "GET", "/v1/models") as answer:
             status = answer.status
             with contextlib.suppress(ValueError, aiohttp.ClientPayloadError):
                 listed = await answer.json(content_type=None)
-                names = [row.get("id") for row in listed["data"]] if status == 200 else []
-                if names and backend.sent_name.lower() not in (str(name).lower() for name in names):
+                rows = {str(row.get("id")).lower(): row for row in listed["data"]} if status == 200 else {}
+                if rows and backend.sent_name.lower() not in rows:
                     return f"it does not list the model {backend.sent_name!r}"
+                if rows:
+                    _read_row(backend, rows[backend.sent_name.lower()])
     except (LookupError, TypeError, AttributeError):
         return None  # it answers, in a format of its own
     except TimeoutError:
@@ -153,6 +157,45 @@ async def _find_failure(backend: RemoteBackend, session: aiohttp.ClientSession) 
     if status < 400:
         return "it answers with a redirect, which is not followed"
     return f"it answers with status {status}"
+
+
+def _request(
+    backend: RemoteBackend, session: aiohttp.ClientSession, method: str, path: str, body: bytes | None = None
+) -> _RequestContextManager:
+    headers = {"Authorization": f"Bearer {backend.engine_key}"} if backend.engine_key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    options = {"ssl": backend.connect_options["ssl"]} if backend.connect_options else {}
+    url = f"{backend.remote.url if backend.remote is not None else ''}{path}"
+    return session.request(method, url, data=body, headers=headers, allow_redirects=False, **options)
+
+
+def _read_row(backend: RemoteBackend, row: Mapping[str, Any]) -> None:
+    """Takes over what an endpoint lists: vLLM and SGLang the context of the model, bedplate its capabilities too."""
+    context = row.get("max_model_len")
+    backend.context_tokens = context if type(context) is int and context > 0 else None
+    try:
+        known = msgspec.convert(row.get("capabilities"), Capabilities | None)
+    except msgspec.ValidationError:  # another service has something else of this name
+        known = None
+    if known != backend.capabilities:
+        backend.capabilities = known
+        backend.notify()
+
+
+async def _find_lacking_apis(backend: RemoteBackend, session: aiohttp.ClientSession) -> frozenset[str]:
+    """The other APIs that the endpoint does not have, so that requests are translated for it."""
+    import aiohttp
+
+    lacking = set()
+    for path, api in NATIVE.items():
+        if path.count(b"/") > 2:  # a path below the API's own
+            continue
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with _request(backend, session, "POST", path.decode(), b"{}") as answer:
+                if answer.status in UNKNOWN_PATH:
+                    lacking.add(api)
+    return frozenset(lacking)
 
 
 def describe_endpoints(gateway: Gateway, backends: Sequence[RemoteBackend]) -> tuple[RemoteEndpointStatus, ...]:

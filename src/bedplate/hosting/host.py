@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from bedplate.decide.memory import fit
-from bedplate.decide.placement import HOST, Need
+from bedplate.decide.placement import HOST, Need, match_cards
 from bedplate.engines import KnownFailure
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
@@ -576,14 +576,8 @@ class Host:
         found = fit(
             self.hardware, plan.model, plan.workload, plan.engine, _get_label(plan), plan.parallelism, plan.settings
         )
-        devices: dict[str, int] = {}
-        for one in found.devices:
-            if one.device == HOST:
-                devices[HOST] = one.high_bytes
-            else:
-                for card in self.hardware.accelerators[: one.count]:
-                    devices[f"card {card.index}"] = one.high_bytes
-        return devices
+        matched = match_cards(found.devices, self.hardware.accelerators, plan.settings.cards)
+        return {HOST if card is None else f"card {card.index}": one.high_bytes for one, card in matched}
 
     def has_memory_for(self, need: Need) -> bool:
         """Whether this fits next to everything that is loaded now."""

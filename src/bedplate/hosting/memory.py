@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bedplate.decide.memory import get_free_bytes
+from bedplate.decide.cards import get_free_bytes
 from bedplate.decide.placement import HOST, Need
 from bedplate.engines.base import RESERVED_SHARE
 from bedplate.values import Hardware

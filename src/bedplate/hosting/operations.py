@@ -81,7 +81,8 @@ async def say(host: Host, asked: LogMessage, tell: Tell) -> NoArguments:
 async def stop(host: Host, asked: StopRequest, tell: Tell) -> StopAccepted:
     """Answer at once and stop afterwards. The client waits for the process to exit."""
     in_flight = sum(service.in_flight for service in host.services.values())
-    host.say(f"stopping; {in_flight} running requests have up to {asked.drain_s:g} s to finish")
+    rest = f"; {in_flight} running requests have up to {asked.drain_s:g} s to finish" if in_flight else ""
+    host.say(f"stopping{rest}")
     host.request_stop(asked.drain_s)
     return StopAccepted(in_flight=in_flight)
 

@@ -68,7 +68,8 @@ def _select_good(cell: Cell) -> list[Sample]:
 
 def list_disturbances(cell: Cell) -> tuple[str, ...]:
     """How other processes used the machine. Its times then show their load too, and not only the engine's limits."""
-    return tuple(flag.text.removeprefix("other processes ") for flag in cell.flags if flag.kind == "busy")
+    texts = (flag.text for flag in cell.flags if flag.kind == "busy")
+    return tuple(text.removeprefix("other processes ").removeprefix("used ") for text in texts)
 
 
 def _is_usable(cell: Cell) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bedplate.decide.cards import keep_cards
 from bedplate.decide.estimate.machine import get_host_rates, get_machine_rates
 from bedplate.decide.estimate.physics import ModelShape, get_link_bytes_s, get_shape
+from bedplate.engines.visible import pick_cards
 from bedplate.facts.known_models import apply_label
 from bedplate.values import Figure, Hardware, Model, replace_fields
 from bedplate.values.run import RunEnvironment, Subject
@@ -33,6 +35,8 @@ def build_roofline(
     device = subject.device or (subject.settings.device if subject.settings is not None else None)
     if device is None:
         device = "cpu" if hardware is None or not hardware.accelerators else "cuda"
+    if hardware is not None and subject.settings is not None and subject.settings.cards:
+        hardware = keep_cards(hardware, pick_cards(hardware, subject.settings.cards))
     devices = max(1, subject.parallelism.tensor)
     shape = get_shape(apply_quantization(model, subject.quantization)) if model is not None else None
     bandwidth, operations = _find_rates(hardware, device, shape, environment)
@@ -85,7 +89,7 @@ def _make_exact_figure(value: float, basis: str, source: str) -> Figure:
 
 def _find_matrix_rate(hardware: Hardware, device: str, shape: ModelShape | None) -> Figure | None:
     """The measured rate of the data type that engines multiply these weights in, or else the rate of the data sheet."""
-    where = "cpu" if device == "cpu" else "0"
+    where = "cpu" if device == "cpu" else str(hardware.accelerators[0].index) if hardware.accelerators else "0"
     measured = {one.data_type: one.operations_s for one in (hardware.measured.matrix if hardware.measured else ())
                 if one.device == where}  # fmt: skip
     if device == "cpu":

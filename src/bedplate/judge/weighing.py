@@ -237,7 +237,7 @@ def _decide_by_metrics(case: ComparisonFacts) -> ComparisonVerdict:
     gains = [(name, one) for name, one in order if _is_faster(one, case.least_gain)]
     if gains:
         name, best = max(gains, key=lambda pair: pair[1].sure_low)
-        text = f"{case.b.engine}: {describe_change(best)}. That is more than the cost of moving ({case.move})."
+        text = f"{case.b.engine}: {describe_change(best)}. {_describe_enough(case)}"
         return ComparisonVerdict("migrate", CONSTRAINTS[name], text)
     name, reach = max(order, key=lambda pair: pair[1].gain.high)
     text = f"{case.b.engine}: {describe_change(reach)}."
@@ -337,7 +337,7 @@ def _decide_by_speed(case: ComparisonFacts, main: Sequence[Effect], also: str = 
         return _recommend_moving(case, max(faster, key=lambda one: one.sure_low), also)
     if all(one.gain.high < case.least_gain for one in main):
         return _recommend_staying(case, main, also)
-    return _explain_unproven(case, max(main, key=_get_gain), also)
+    return _explain_unproven(case, main, also)
 
 
 def _get_gain(one: Effect) -> float:
@@ -345,7 +345,7 @@ def _get_gain(one: Effect) -> float:
 
 
 def _is_faster(one: Effect, least_gain: float) -> bool:
-    """Whether the gain is significant, and its best estimate exceeds the cost of moving."""
+    """Whether the gain is significant, and its best estimate reaches the minimum gain for a migration."""
     return one.sure_low > 1.0 and one.gain.value >= least_gain and min(one.repeats) >= LEAST_REPEATS
 
 
@@ -359,7 +359,11 @@ def _recommend_moving(case: ComparisonFacts, best: Effect, also: str) -> Compari
     if later is not None:
         text += f" But its TTFT is {1 / later.gain.value:.1f} times as long."
         return ComparisonVerdict("not proven", "latency", text, "a latency target, which decides: --slo 'ttft_ms=…'")
-    return ComparisonVerdict("migrate", "throughput", f"{text} That is more than the cost of moving ({case.move}).")
+    return ComparisonVerdict("migrate", "throughput", f"{text} {_describe_enough(case)}")
+
+
+def _describe_enough(case: ComparisonFacts) -> str:
+    return f"That is at least the minimum gain for a migration ({case.move})."
 
 
 def _find_later_first_token(case: ComparisonFacts, best: Effect) -> Effect | None:
@@ -373,12 +377,14 @@ def _recommend_staying(case: ComparisonFacts, main: Sequence[Effect], also: str)
         return ComparisonVerdict("stay", "throughput", text, "another version of it, or other settings")
     reach = max(main, key=lambda one: one.gain.high)
     text = f"{case.b.engine} is {describe_gain(reach)}.{also}"
-    text += f" Even the upper end of the interval is less than the cost of moving ({case.move})."
+    text += f" Even the upper end of the interval is below the minimum gain for a migration ({case.move})."
     return ComparisonVerdict("stay", "moving costs", text, f"a gain of at least {case.move} on this workload")
 
 
-def _explain_unproven(case: ComparisonFacts, best: Effect, also: str) -> ComparisonVerdict:
-    text = f"{case.b.engine} is {describe_gain(best)}.{also}"
+def _explain_unproven(case: ComparisonFacts, main: Sequence[Effect], also: str) -> ComparisonVerdict:
+    best, worst = max(main, key=_get_gain), min(main, key=_get_gain)
+    other = f", but {describe_gain(worst)}" if worst.gain.high < 1.0 < best.gain.value else ""
+    text = f"{case.b.engine} is {describe_gain(best)}{other}.{also}"
     repeats = min(best.repeats)
     if repeats < LEAST_REPEATS:
         text += f" The measurement has only {format_count(repeats, 'repeat')}."
@@ -387,7 +393,7 @@ def _explain_unproven(case: ComparisonFacts, best: Effect, also: str) -> Compari
     needed = compute_repeats_needed(best.noise or 0.0, gain if gain >= least else least - gain, case.confidence)
     why = "The difference may be noise."
     if not best.gain.low <= 1 <= best.gain.high:
-        why = f"Whether the gain exceeds the cost of moving ({case.move}) is not significant."
+        why = f"Whether the gain reaches the minimum for a migration ({case.move}) is not certain."
     return ComparisonVerdict("not proven", "noise", f"{text} {why}", _describe_needed_repeats(case, best, needed))
 
 

@@ -25,9 +25,13 @@ def describe_load_briefly(load: Load) -> str:
     if load.sessions is not None:
         return f"{load.sessions} {name}session{'' if load.sessions == 1 else 's'}"
     if load.scenario is not None:
-        return f"{load.arrivals} {load.requests_per_s:g} {name}sessions per second"
-    rate = "" if load.requests_per_s is None else f" {load.requests_per_s:g} requests per second"
-    return f"{load.arrivals}{rate}"
+        return f"{format_rate(load.requests_per_s, f'{name}session')} ({load.arrivals})"
+    return load.arrivals if load.requests_per_s is None else f"{format_rate(load.requests_per_s)} ({load.arrivals})"
+
+
+def format_rate(per_s: float | None, what: str = "request") -> str:
+    """Such as "1 request per second"."""
+    return f"{per_s:g} {what}{'' if per_s == 1 else 's'} per second"
 
 
 def describe_difference(one: Difference) -> str:

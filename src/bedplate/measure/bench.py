@@ -22,7 +22,7 @@ from bedplate import store
 from bedplate._version import __version__
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.roles import FIRST
-from bedplate.errors import ExternalFailure, NotPossible, UsageError
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.facts.scenarios import compute_means, fit_context
 from bedplate.measure import quality as quality_of
@@ -77,6 +77,7 @@ from bedplate.values.run import (
     Cell,
     GateSide,
     Load,
+    MeasuredEndpoint,
     Quality,
     Repeat,
     Role,
@@ -126,6 +127,16 @@ class BenchListener:
 
 
 @dataclass
+class EndpointSubject:
+    """An endpoint elsewhere that is measured in the same rounds as engines."""
+
+    subject: Subject
+    target: LoadTarget
+    prepared: PreparedEndpoint
+    meters: EngineMeters
+
+
+@dataclass
 class BenchRun:
     """A run in progress."""
 
@@ -137,6 +148,7 @@ class BenchRun:
     facts: Model | None = None
     shapes: tuple[RequestShape, ...] = ()
     subjects: list[ModelDecision] = field(default_factory=list)
+    endpoints: list[EndpointSubject] = field(default_factory=list)
     quantizations: list[tuple[str, str | None]] = field(default_factory=list)
     cells: dict[str, Cell] = field(default_factory=dict)
     qualities: dict[str, Quality] = field(default_factory=dict)
@@ -152,6 +164,10 @@ class BenchRun:
         if self.run.matrix is None:
             raise UsageError(f"run {self.run.id} was imported from a file and cannot be resumed")
         return self.run.matrix
+
+    @property
+    def subject_count(self) -> int:
+        return max(1, len(self.subjects) + len(self.endpoints))
 
     def keep_run(self, **changes: Any) -> None:
         self.run = replace_fields(self.run, **changes)
@@ -177,6 +193,7 @@ def bench(
     model: str | None = None,
     *,
     engines: Sequence[str] | str = "installed",
+    endpoints: Sequence[MeasuredEndpoint] = (),
     loads: Sequence[Load] | None = None,
     url: str | None = None,
     key_env: str | None = None,
@@ -203,7 +220,8 @@ def bench(
 ) -> Run:
     """Measures each engine under each load, stores the cells, and returns the run.
 
-    `engines`: ids, or "installed", or "all" for all installable engines. With `url` an endpoint is measured instead.
+    `engines`: ids, or "installed", or "all" for all installable engines. `endpoints` are measured in the same
+    rounds. With `url` an endpoint is measured instead.
     `sides`: those of a gate, instead of `engines`.
     `turns`: interleaved rounds; the default is two for several engines and one for a single engine.
     `check_structured`: also ask for structured output, which takes minutes on a CPU.
@@ -223,7 +241,7 @@ def bench(
         one = _resume_run(found, hardware, progress, teller, path)
         one.gpu_policy = policy
         return _measure_run(one)
-    if os.name != "posix" and url is None:
+    if os.name != "posix" and url is None and engines:
         raise ExternalFailure(
             "engines can be started only on Linux and macOS", hint="on Windows use WSL, or pass --url"
         )
@@ -234,9 +252,12 @@ def bench(
         engines = _resolve_engines(engines, hardware)
     for engine_id in engines if url is None else ():
         engine_by_id(engine_id)  # report an unknown engine before downloading anything
+    for endpoint in endpoints:
+        _make_target(endpoint)  # and a missing key
     matrix = BenchMatrix(
         model=model,
         engines=() if url is not None else tuple(engines),
+        endpoints=tuple(endpoints),
         loads=requested,
         url=url,
         key_env=key_env,
@@ -244,8 +265,8 @@ def bench(
         trace_path=None if trace is None else str(trace.absolute()),
         seconds=seconds,
         repeats=repeats,
-        turns=turns or _choose_turns(1 if url is not None else len(engines), repeats),
-        budget_s=budget_s or ENGINE_BUDGET_S * max(1, len(engines) if url is None else 1),
+        turns=turns or _choose_turns(1 if url is not None else len(engines) + len(endpoints), repeats),
+        budget_s=budget_s or ENGINE_BUDGET_S * max(1, len(engines) + len(endpoints) if url is None else 1),
         target=target,
         through_gateway=through_gateway,
         check_quality=check_quality,
@@ -371,8 +392,9 @@ def handle_sigterm() -> Iterator[None]:
 
 def _measure_engines(one: BenchRun) -> None:
     """Measures engines that it starts, once no other process uses their GPU."""
-    one.facts = fetch_facts(one.matrix.model, one.hardware, one.progress)
-    _fit_scenarios(one, one.facts.max_context)
+    if one.matrix.engines or one.matrix.model is not None:
+        one.facts = fetch_facts(one.matrix.model, one.hardware, one.progress)
+        _fit_scenarios(one, one.facts.max_context)
     with reserve_gpus(_list_wanted_gpus(one), one.gpu_policy, one.progress) as one.reservation:
         if one.reservation is not None and one.reservation.waited:
             one.hardware = probe()  # memory on the GPU has been freed
@@ -410,7 +432,7 @@ def _list_wanted_gpus(one: BenchRun) -> tuple[str, ...]:
     return list_planned_gpus(found)
 
 
-def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
+def _measure_planned_engines(one: BenchRun, facts: Model | None) -> None:
     matrix = one.matrix
     refused: list[Refusal] = []
     sides = matrix.sides or (None,) * len(matrix.engines)
@@ -421,43 +443,59 @@ def _measure_planned_engines(one: BenchRun, facts: Model) -> None:
             if side is not None:
                 raise  # one side alone is worth nothing
             refused.append(Refusal(engine=engine_id, kind="impossible", why=error.summary, hint=error.hint))
-    if not one.subjects:
+    refused += _find_endpoints(one)
+    if not one.subjects and not one.endpoints:
         first = refused[0]
+        asked = ", ".join([*matrix.engines, *(_make_target(endpoint).name for endpoint in matrix.endpoints)])
         raise NotPossible(
-            f"none of {', '.join(matrix.engines)} can run {facts.name} here",
+            f"none of {asked} can run {facts.name if facts is not None else 'the model'}",
             cause=f"{first.engine}: {first.why}",
             hint=first.hint,
         )
     one.quantizations = [(subject.engine.id, subject.decision.quantization) for subject in one.subjects]
-    one.keep_run(left_out=tuple(refused), models=_strip_model(facts))
+    one.keep_run(left_out=tuple(refused), models=() if facts is None else _strip_model(facts))
     _compare_need_with_budget(one)
-    one.teller.report_start(
-        one.assemble_run(), [_make_subject(one, subject) for subject in one.subjects], measure_idle_share()
-    )
+    named = [*(_make_subject(one, subject) for subject in one.subjects), *(each.subject for each in one.endpoints)]
+    one.teller.report_start(one.assemble_run(), named, measure_idle_share())
     for refusal in refused:
         one.teller.report_refusal(refusal)
-    _provide_reference(one, facts)
-    failed: set[str] = set()
+    if facts is not None:
+        _provide_reference(one, facts)
+    _measure_rounds(one)
+    _end_cells(one)
+    if not one.cells and one.run.left_out:
+        first = one.run.left_out[-1]
+        raise ExternalFailure("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
+
+
+def _measure_rounds(one: BenchRun) -> None:
+    matrix, failed = one.matrix, set[str]()
+    subjects: list[ModelDecision | EndpointSubject] = [*one.subjects, *one.endpoints]
     for turn in range(matrix.turns):
         # Reverse the order in every second round, so that drift affects all engines equally.
-        for subject in one.subjects if turn % 2 == 0 else one.subjects[::-1]:
-            label = label_decision(matrix, subject)
-            if label in failed or not _needs_measuring(one, subject, turn):
+        for subject in subjects if turn % 2 == 0 else subjects[::-1]:
+            label = _label(one, subject)
+            if label in failed or not _needs_measuring(one, label, turn):
                 continue
-            if not one.wall.has_time_for(_estimate_start_s(one, subject)):
-                one.leave_out(label, f"not started in round {turn + 1}: {one.wall.describe_spent()}")
+            start_s = 0.0 if isinstance(subject, EndpointSubject) else _estimate_start_s(one, subject)
+            if not one.wall.has_time_for(start_s):
+                why = f"not started in round {turn + 1}: {one.wall.describe_spent(start_s)}"
+                one.leave_out(label, why, "give a larger --budget")
                 continue
             try:
-                _measure_engine(one, subject, turn)
+                if isinstance(subject, EndpointSubject):
+                    _measure_elsewhere(one, subject, turn)
+                else:
+                    _measure_engine(one, subject, turn)
             except (ExternalFailure, NotPossible) as error:
                 if matrix.sides:
                     raise
                 failed.add(label)
                 one.leave_out(label, error.summary, error.hint)
-    _end_cells(one)
-    if not one.cells and one.run.left_out:
-        first = one.run.left_out[-1]
-        raise ExternalFailure("nothing could be measured", cause=f"{first.engine}: {first.why}", hint=first.hint)
+
+
+def _label(one: BenchRun, subject: ModelDecision | EndpointSubject) -> str:
+    return subject.subject.engine if isinstance(subject, EndpointSubject) else label_decision(one.matrix, subject)
 
 
 def _compare_need_with_budget(one: BenchRun) -> None:
@@ -465,13 +503,13 @@ def _compare_need_with_budget(one: BenchRun) -> None:
     matrix = one.matrix
     steps = (step for subject in one.subjects if (launch := subject.decision.launch) for step in launch.prepare)
     need = estimate_need(
-        max(1, len(one.subjects)) * len(matrix.loads),
+        one.subject_count * len(matrix.loads),
         matrix.turns,
         matrix.seconds,
         starts_s=sum(_estimate_start_s(one, subject) for subject in one.subjects),
         installs_s=sum(step.seconds.value for step in steps if step.seconds is not None),
-        checks=max(1, len(one.subjects)) if matrix.check_quality else 0,
-        structured=max(1, len(one.subjects)) if matrix.check_structured else 0,
+        checks=one.subject_count if matrix.check_quality else 0,
+        structured=one.subject_count if matrix.check_structured else 0,
     )
     if one.wall.limit_s is not None and need.total_s > one.wall.limit_s:
         total, given = format_seconds(need.total_s), format_seconds(one.wall.limit_s)
@@ -560,9 +598,8 @@ def _estimate_in_flight(load: Load) -> int:
     return min(64, max(load.burst or 1, round(8 * turns * (load.requests_per_s or 1))))
 
 
-def _needs_measuring(one: BenchRun, subject: ModelDecision, turn: int) -> bool:
-    """Whether a cell of this engine has to be measured in this round."""
-    label = label_decision(one.matrix, subject)
+def _needs_measuring(one: BenchRun, label: str, turn: int) -> bool:
+    """Whether a cell of this engine or endpoint has to be measured in this round."""
     made = [one.cells.get(_make_cell_id(one, label, load)) for load in one.matrix.loads]
     return any(cell is None or not _has_enough_repeats(one, cell, turn) for cell in made)
 
@@ -604,7 +641,7 @@ def _check_answers(one: BenchRun, ready: PreparedModel, started: RunningEngine) 
     """Checks the answers of each engine once per run, since they do not depend on the load."""
     engine = label_decision(one.matrix, ready.decided)
     if engine not in one.qualities:
-        unchecked = len(one.subjects) - len(one.qualities)
+        unchecked = one.subject_count - len(one.qualities)
         limit_s = one.wall.get_answers_limit_s(unchecked)
         if not one.matrix.check_quality:
             found = Quality(note="not requested")
@@ -634,7 +671,7 @@ def _check_structured(
     capabilities: Capabilities | None,
     quality: Quality,
 ) -> Quality:
-    limit_s = one.wall.get_answers_limit_s(max(1, len(one.subjects)) - len(one.structured), structured_output.LIMIT_S)
+    limit_s = one.wall.get_answers_limit_s(one.subject_count - len(one.structured), structured_output.LIMIT_S)
     if one.matrix.check_structured and label not in one.structured:
         if limit_s is None:
             one.progress.note(f"structured output of {label} is not measured: the budget has no time for it")
@@ -649,26 +686,82 @@ def _check_structured(
 def _measure_endpoint(one: BenchRun) -> None:
     """Measures an endpoint that is known only by its URL, once no other process uses its GPU, if it is a local one."""
     matrix = one.matrix
-    key = read_key(matrix.key_env)
-    target = LoadTarget.from_url(str(matrix.url), key=key, model=matrix.served_model)
-    meters = EngineMeters()
-    if target.host in ("127.0.0.1", "localhost", "::1"):
-        meters.pid = find_listening_pid(target.port)
+    target = _make_target(
+        MeasuredEndpoint(url=str(matrix.url), key_env=matrix.key_env, served_model=matrix.served_model)
+    )
+    meters = _make_endpoint_meters(target)
     gpus = find_endpoint_gpus(meters.pid)
     with reserve_gpus(gpus, one.gpu_policy, one.progress, engine_pid=meters.pid) as meters.reservation:
         _measure_target(one, target, meters)
 
 
-def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> None:
+def _make_target(endpoint: MeasuredEndpoint) -> LoadTarget:
+    return LoadTarget.from_url(endpoint.url, key=read_key(endpoint.key_env), model=endpoint.served_model)
+
+
+def _make_endpoint_meters(target: LoadTarget) -> EngineMeters:
+    meters = EngineMeters()
+    if target.host in ("127.0.0.1", "localhost", "::1"):
+        meters.pid = find_listening_pid(target.port)
+    return meters
+
+
+def _find_endpoints(one: BenchRun) -> list[Refusal]:
+    """Sends a few small requests to each endpoint elsewhere; those that cannot be used are refused."""
+    refused = []
+    for asked in one.matrix.endpoints:
+        target = _make_target(asked)
+        try:
+            prepared = _prepare_endpoint(one, target)
+        except BedplateError as error:
+            refused.append(Refusal(engine=target.name, kind="impossible", why=error.summary, hint=error.hint))
+            continue
+        # The user says that it is the same model, whatever it is called there.
+        model = one.facts.name if one.facts is not None else prepared.model
+        subject = Subject(engine=target.name, model=model, url=target.url)
+        one.endpoints.append(EndpointSubject(subject, target, prepared, _make_endpoint_meters(target)))
+    return refused
+
+
+def _prepare_endpoint(one: BenchRun, target: LoadTarget) -> PreparedEndpoint:
     _fit_scenarios(one, run_loop(find_context(target)))
-    matrix, key = one.matrix, target.key
-    prepared = run_loop(prepare_in_time(target, matrix.loads[0], None, one.shapes, one.wall.hard_left_s))
+    prepared = run_loop(prepare_in_time(target, one.matrix.loads[0], None, one.shapes, one.wall.hard_left_s))
     if prepared is None:
         raise ExternalFailure(f"{target.url} did not answer within the budget", hint="give a larger --budget")
+    return prepared
+
+
+def _measure_elsewhere(one: BenchRun, endpoint: EndpointSubject, turn: int) -> None:
+    subject = endpoint.subject
+    one.teller.report_engine_start(subject.engine)
+    quality = _check_endpoint(one, endpoint)
+    SubjectMeasurement(
+        one, subject, endpoint.target, endpoint.meters, quality, turn, prepared=endpoint.prepared
+    ).measure_all()
+
+
+def _check_endpoint(one: BenchRun, endpoint: EndpointSubject) -> Quality:
+    """Checks the answers of an endpoint once per run."""
+    subject, where = endpoint.subject, (endpoint.target.url, endpoint.prepared.model, endpoint.target.key)
+    label = subject.engine
+    if label not in one.qualities:
+        found, limit_s = Quality(note="not requested"), one.wall.get_answers_limit_s(1)
+        if one.matrix.check_quality and limit_s is None:
+            found = Quality(note="not checked: the budget has no time for it")
+        elif one.matrix.check_quality and limit_s is not None:
+            one.progress.note(f"comparing the answers of {label} with the reference")
+            found = run_loop(quality_of.check(*where, model=one.facts, limit_s=limit_s))
+            one.teller.report_quality(subject, found)
+        one.qualities[label] = found
+    return _check_structured(one, label, subject, where, None, one.qualities[label])
+
+
+def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> None:
+    matrix = one.matrix
+    prepared = _prepare_endpoint(one, target)
     one.facts = fetch_facts(matrix.model, one.hardware, one.progress) if matrix.model is not None else None
-    engine = "endpoint"
     subject = Subject(
-        engine=engine,
+        engine="endpoint",
         model=prepared.model,
         url=target.url,
         quantization=one.facts.quantization if one.facts is not None else None,
@@ -677,17 +770,11 @@ def _measure_target(one: BenchRun, target: LoadTarget, meters: EngineMeters) -> 
     one.keep_run(models=() if one.facts is None else _strip_model(replace_fields(one.facts, name=prepared.model)))
     one.teller.report_start(one.assemble_run(), [subject], measure_idle_share())
     _compare_need_with_budget(one)
-    quality, limit_s = Quality(note="not requested"), one.wall.get_answers_limit_s(1)
-    if matrix.check_quality and limit_s is None:
-        quality = Quality(note="not checked: the budget has no time for it")
-    elif matrix.check_quality and limit_s is not None:
-        if one.facts is not None:
-            _provide_reference(one, one.facts)
-        quality = run_loop(quality_of.check(target.url, prepared.model, key, model=one.facts, limit_s=limit_s))
-        one.teller.report_quality(subject, quality)
-    quality = _check_structured(one, engine, subject, (target.url, prepared.model, key), None, quality)
+    if one.facts is not None:
+        _provide_reference(one, one.facts)
+    endpoint = EndpointSubject(subject, target, prepared, meters)
     for turn in range(matrix.turns):
-        SubjectMeasurement(one, subject, target, meters, quality, turn, prepared=prepared).measure_all()
+        _measure_elsewhere(one, endpoint, turn)
     _end_cells(one)
 
 
@@ -823,7 +910,7 @@ class SubjectMeasurement:
 
     def _count_cells_to_come(self) -> int:
         one, matrix = self.one, self.one.matrix
-        to_come = max(1, len(one.subjects)) * len(matrix.loads) * (matrix.turns - self.turn)
+        to_come = one.subject_count * len(matrix.loads) * (matrix.turns - self.turn)
         done = sum(cell.halt is not None for cell in one.cells.values())
         return max(1, to_come - (done if matrix.turns == 1 else 0))
 

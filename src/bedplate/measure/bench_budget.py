@@ -113,5 +113,10 @@ class WallBudget:
         timeout_s = max(LEAST_TIMEOUT_S, min(times.timeout_s, hard_left_s - WARMUP_S - most_s))
         return RepeatTimes(seconds, most_s, timeout_s)
 
-    def describe_spent(self) -> str:
-        return f"the budget of {format_seconds(self.limit_s or 0.0)} is used up"
+    def describe_spent(self, needed_s: float = 0.0) -> str:
+        """Why there is no time; `needed_s` is what was to be done."""
+        budget = f"the budget of {format_seconds(self.limit_s or 0.0)}"
+        left_s = self.left_s or 0.0
+        if needed_s <= 0 or left_s < 1:
+            return f"{budget} is used up"
+        return f"it takes about {format_seconds(needed_s)}, and {format_seconds(left_s)} of {budget} are left"

@@ -84,15 +84,21 @@ def _flag_lengths(cell: Cell) -> Iterator[Flag]:
     if good and not counts:
         yield Flag(kind="length", text="the endpoint does not report output tokens: the throughput is unknown")
     elif early and statistics.fmean(counts) < (1 - SHORT_BY) * asked:
-        text = f"answers have {statistics.median(counts):g} tokens instead of {asked}"
+        text = f"answers have {_describe_lengths(counts)} instead of {asked}"
         yield Flag(kind="truncated" if cell.exact_output else "length", text=text)
     elif counts and statistics.fmean(counts) > (1 + SHORT_BY) * asked:
-        yield Flag(kind="length", text=f"answers have {statistics.median(counts):g} tokens instead of {asked}")
+        yield Flag(kind="length", text=f"answers have {_describe_lengths(counts)} instead of {asked}")
     prompts = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
     wanted = cell.load.prompt_tokens
     if prompts and abs(statistics.fmean(prompts) - wanted) > SHORT_BY * wanted:
-        text = f"prompts have {statistics.median(prompts):g} tokens instead of {wanted}"
+        text = f"prompts have {_describe_lengths(prompts)} instead of {wanted}"
         yield Flag(kind="length", text=text)
+
+
+def _describe_lengths(counts: Sequence[int]) -> str:
+    """Such as "20 tokens", or "9.25 tokens on average (8 to 13)"."""
+    low, high = min(counts), max(counts)
+    return f"{low} tokens" if low == high else f"{statistics.fmean(counts):.4g} tokens on average ({low} to {high})"
 
 
 def _flag_cache(cell: Cell) -> Iterator[Flag]:

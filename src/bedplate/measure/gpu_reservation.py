@@ -29,7 +29,7 @@ from bedplate.measure.gpu_use import (
 )
 from bedplate.measure.watch import list_process_tree
 from bedplate.progress import Progress
-from bedplate.run.ready import ModelDecision
+from bedplate.run.ready import ModelDecision, list_planned_cards
 from bedplate.values import Hardware, Record, from_json, replace_fields, to_json
 from bedplate.values.units import format_seconds
 
@@ -97,13 +97,8 @@ class GpuReservation:
 
 def list_planned_gpus(decisions: Iterable[ModelDecision]) -> tuple[str, ...]:
     """The UUIDs of the NVIDIA GPUs that the planned engines use."""
-    found: dict[str, None] = {}
-    for one in decisions:
-        named = {name for need in one.part.needs for name in need}
-        for card in one.hardware.accelerators:
-            if card.vendor == "nvidia" and card.uuid is not None and f"card {card.index}" in named:
-                found[card.uuid] = None
-    return tuple(found)
+    cards = list_planned_cards(decisions)
+    return tuple(card.uuid for card in cards if card.vendor == "nvidia" and card.uuid is not None)
 
 
 def find_endpoint_gpus(pid: int | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from bedplate._version import __version__
 from bedplate.engines.llama_cpp import BENCH as LLAMA_BENCH
 from bedplate.engines.vllm import BENCH as VLLM_BENCH
 from bedplate.engines.vllm import ENGINE as VLLM
-from bedplate.errors import UsageError
+from bedplate.errors import UsageError, make_unreadable_error
 from bedplate.measure.imported_run import (
     UNKNOWN,
     ImportOrigin,
@@ -37,6 +37,9 @@ from bedplate.values import from_json, replace_fields
 from bedplate.values.run import Load, Repeat, Run, Sample, StatedFigures, Subject
 
 MOST_BYTES = 1 << 30
+MOST_MS = 1e12
+MOST_TOKENS = 10**9
+"""Larger times and counts of tokens are damaged. Their sums would be infinite."""
 FORMS = f"bedplate, `{LLAMA_BENCH} -o json`, `{VLLM_BENCH} --save-result`, GuideLLM, AIPerf and InferenceX (JSON)"
 SIGNED = "signed-result/1"
 Reader = Callable[[Any, ImportOrigin], Run]
@@ -45,20 +48,42 @@ Reader = Callable[[Any, ImportOrigin], Run]
 def read_run(path: Path) -> Run:
     """Reads a run from a file. Raises `UsageError` if its format is unknown. A signature is not verified here."""
     data = read_bytes(path)
-    document = parse_document(data, path.name)
+    run = _read_document(data, path.name)
+    for cell in run.cells:
+        for repeat in cell.repeats:
+            for number, sample in enumerate(repeat.samples):
+                if why := _find_impossible_value(sample):
+                    raise UsageError(f"{path.name} is not read", cause=f"request {number + 1} of cell {cell.id}: {why}")
+    return run
+
+
+def _find_impossible_value(sample: Sample) -> str | None:
+    times_ms = (sample.duration_ms, sample.ttft_ms or 0.0, *sample.gaps_ms)
+    if not (min(times_ms) >= 0 and max(times_ms) <= MOST_MS and abs(sample.at_s) <= MOST_MS):
+        return "a time is negative or too long"
+    counts = (sample.prompt_tokens or 0, sample.output_tokens or 0, sample.cached_tokens or 0)
+    if min(counts) < 0 or max(counts) > MOST_TOKENS:
+        return "a number of tokens is negative or too large"
+    return None
+
+
+def _read_document(data: bytes, name: str) -> Run:
+    document = parse_document(data, name)
     if isinstance(document, dict) and document.get("schema") == "run/1":
-        return from_json(Run, data, origin=path.name)
+        return from_json(Run, data, origin=name)
     if isinstance(document, dict) and document.get("schema") == SIGNED:
-        return from_json(Run, msgspec.json.encode(document.get("run")), origin=path.name)
+        return from_json(Run, msgspec.json.encode(document.get("run")), origin=name)
     found = find_reader(document)
     if found is None:
-        raise UsageError(f"{path.name} is not a supported run file", hint=f"supported: files of {FORMS}")
+        raise UsageError(f"{name} is not a supported run file", hint=f"supported: files of {FORMS}")
     kind, read = found
     try:
-        return read(document, ImportOrigin(path.name, hashlib.sha256(data).hexdigest()))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
+        made = read(document, ImportOrigin(name, hashlib.sha256(data).hexdigest()))
+        # The records are made without checks. What the store cannot read again must not get into it.
+        return msgspec.json.decode(msgspec.json.encode(made), type=Run)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError, RecursionError) as error:
         raise UsageError(
-            f"{path.name} looks like a run of {kind}, but cannot be read",
+            f"{name} looks like a run of {kind}, but cannot be read",
             cause=f"{type(error).__name__}: {error}",
             hint=f"bedplate {__version__} reads {VLLM.name} 0.32's, GuideLLM 0.8's and AIPerf 0.10's fields",
         ) from error
@@ -66,12 +91,13 @@ def read_run(path: Path) -> Run:
 
 def parse_document(data: bytes, name: str) -> Any:
     """JSON, or JSON lines as a list."""
+    unreadable = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except unreadable as error:
         try:
             lines = msgspec.json.Decoder().decode_lines(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except unreadable:
             lines = []
         if len(lines) > 1:
             return lines
@@ -106,7 +132,7 @@ def read_bytes(path: Path) -> bytes:
             raise UsageError(f"{path.name} is larger than {MOST_BYTES >> 20} MB")
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
 
 
 # vllm bench serve

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from bedplate.errors import UsageError
+from bedplate.errors import UsageError, make_unreadable_error
 from bedplate.facts.scenarios import adjust_scenario, compute_means, get_scenario
 from bedplate.values.run import Load
 from bedplate.values.scenario import Scenario
@@ -18,8 +18,13 @@ MOST_CELLS = 64
 OpenArrivals = Literal["poisson", "constant", "burst"]
 
 
+def is_url(name: str) -> bool:
+    """Whether an endpoint is named, and not an engine."""
+    return name.startswith(("http://", "https://"))
+
+
 def parse_engines(text: str) -> tuple[str, ...] | str:
-    """Parses comma-separated engine ids, or `installed`, or `all`."""
+    """Parses comma-separated engine ids and URLs, or `installed`, or `all`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names in (["installed"], ["all"]):
         return names[0]
@@ -133,7 +138,7 @@ def name_trace(path: Path) -> str:
         with path.open("rb") as file:
             return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
 
 
 def _change_load(load: Load, **changes: object) -> Load:
@@ -159,4 +164,4 @@ def _parse_number(word: str, kind: Callable[[str], T], option: str) -> T:
     except ValueError:
         pass
     kind_text = "integer" if kind is int else "number"
-    raise UsageError(f"{option}: {word!r} is not a positive {kind_text} below 1e9")
+    raise UsageError(f"{option}: {word!r} is not a positive {kind_text} below 1e9", hint=f"such as {option} 1,4,16")

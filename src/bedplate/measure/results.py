@@ -1,13 +1,15 @@
-"""Read result files of any supported kind, with the state of their signature."""
+"""Read and import result files of any supported kind, with the state of their signature."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
+from bedplate import store
 from bedplate.errors import ExternalFailure, NotPossible
 from bedplate.measure.imports import SIGNED, parse_document, read_bytes, read_run
 from bedplate.measure.signing import verify_document
+from bedplate.values import replace_fields
 from bedplate.values.run import Run
 
 
@@ -35,3 +37,11 @@ def read_result(path: Path, *, require_valid: bool = False) -> ResultFile:
     if require_valid and not found.is_valid:
         raise NotPossible(f"{path.name} is not read", cause=found.reason, hint="get the file again from its source")
     return ResultFile(path.name, read_run(path), found.is_valid, found.reason)
+
+
+def import_result(path: Path, store_path: Path | None = None) -> ResultFile:
+    """Read a result file and store its run. A signed result must be unchanged."""
+    found = read_result(path, require_valid=True)
+    run = replace_fields(found.run, source=found.run.source or path.name)
+    store.import_run(run, store_path)
+    return found._replace(run=run)

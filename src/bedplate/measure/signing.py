@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bedplate.errors import ExternalFailure, UsageError
+from bedplate.errors import ExternalFailure, UsageError, make_unreadable_error
 from bedplate.home import get_home, make_folder, open_private
 from bedplate.values.record import from_json, to_json
 from bedplate.values.signed_result import ResultSignature, SignedResult, VerifiedResult
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 KEY_NAME = "result-signing-key.pem"
 KEY_ID_LENGTH = 16
+FIELD = 2**255 - 19
+_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+SMALL_ORDER = frozenset([0, 1, FIELD - 1, _ORDER_8, FIELD - _ORDER_8])
+"""The y coordinates of the points whose order divides 8. As a public key, each has a signature that fits any file."""
 
 
 def require_cryptography() -> None:
@@ -103,13 +107,15 @@ def verify_file(path: Path, expected_key: str | None = None) -> VerifiedResult:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
     return verify_document(data, path.name, expected_key)
 
 
 def verify_document(data: bytes, name: str, expected_key: str | None = None) -> VerifiedResult:
     try:
-        document = json.loads(data)
+        document = json.loads(data.decode(), object_pairs_hook=_make_object, parse_constant=_refuse_constant)
+    except RepeatedKeyError as error:
+        return VerifiedResult(file=name, is_valid=False, reason=f"the key {error} occurs twice in one object")
     except (ValueError, RecursionError):
         return VerifiedResult(file=name, is_valid=False, reason="it is not JSON")
     if not isinstance(document, dict) or document.get("schema") != "signed-result/1":
@@ -120,17 +126,34 @@ def verify_document(data: bytes, name: str, expected_key: str | None = None) -> 
     except (UsageError, binascii.Error):
         return VerifiedResult(file=name, is_valid=False, reason="it has no signature")
     reason = _find_mismatch(document, public, signature)
-    if reason is None and expected_key is not None and expected_key != signed.public_key:
-        reason = f"it was signed with another key, {compute_key_id(signed.public_key)}"
+    key = base64.b64encode(public).decode()  # several texts decode to the same bytes
+    if reason is None and expected_key is not None and expected_key != key:
+        reason = f"it was signed with another key, {compute_key_id(key)}"
     run = document.get("run")
     return VerifiedResult(
         file=name,
         is_valid=reason is None,
         reason=reason,
-        public_key=signed.public_key,
-        key_id=compute_key_id(signed.public_key),
+        public_key=key,
+        key_id=compute_key_id(key),
         run=str(run.get("id")) if isinstance(run, dict) else None,
     )
+
+
+class RepeatedKeyError(ValueError):
+    """Programs differ in which value of a repeated key they read, so a signature would not cover what is read."""
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKeyError(ascii(next(name for name in names if names.count(name) > 1)))
+    return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _find_mismatch(document: dict[str, Any], public: bytes, signature: bytes) -> str | None:
@@ -138,6 +161,8 @@ def _find_mismatch(document: dict[str, Any], public: bytes, signature: bytes) ->
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+    if int.from_bytes(public, "little") % 2**255 % FIELD in SMALL_ORDER:
+        return "its public key is not one that signs: a signature of it fits any file"
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, make_signed_bytes(document))
     except (InvalidSignature, ValueError):

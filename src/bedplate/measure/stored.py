@@ -10,7 +10,9 @@ import msgspec
 from bedplate import store
 from bedplate.engines import load_engines
 from bedplate.engines.names import find_engine_id
-from bedplate.errors import UsageError
+from bedplate.errors import UsageError, make_unreadable_error
+from bedplate.measure.load import LoadTarget
+from bedplate.measure.questions import is_url
 from bedplate.measure.results import read_result
 from bedplate.values.model import Model
 from bedplate.values.record import from_json
@@ -28,12 +30,14 @@ class StoredCells(NamedTuple):
 
 
 def find_cells(named: str | None = None, machine: str | None = None) -> StoredCells:
-    """Accepts `FILE.json`, `RUN`, each with `:ENGINE` or not, a cell, or an engine.
+    """Accepts `FILE.json`, `RUN`, each with `:ENGINE` or not, a cell, an engine, or the URL of an endpoint.
 
-    An engine has all of its cells on `machine`, newest first. The default is the newest run.
+    An engine or endpoint has all of its cells on `machine`, newest first. The default is the newest run.
     """
     if named is None:
         return _take_run(store.find_run())
+    if is_url(named):
+        return _take_engine(LoadTarget.from_url(named).name, machine, named)
     if named.endswith(".json") or Path(named).is_file():
         return _take_file(Path(named))
     if (engine := find_engine_id(named)) is not None:
@@ -43,8 +47,10 @@ def find_cells(named: str | None = None, machine: str | None = None) -> StoredCe
         return _take_cells(cells)
     if ":" not in named:
         return _take_run(_find_run(named, named))
-    name, _, engine = named.rpartition(":")
-    found = _take_file(Path(name)) if name.endswith(".json") else _take_run(_find_run(name, named))
+    # The name of an endpoint may have a colon, and so may the path of a file.
+    path, ends, engine = named.partition(".json:")
+    name, _, engine = (path, "", engine) if ends else named.partition(":")
+    found = _take_file(Path(f"{path}.json")) if ends else _take_run(_find_run(name, named))
     return select_engine(found, engine) if engine else found
 
 
@@ -71,7 +77,7 @@ def find_scenario_cells(scenario: str, named: str | None = None, machine: str | 
 
 
 def select_engine(found: StoredCells, named: str) -> StoredCells:
-    wanted = find_engine_id(named) or named.partition("@")[0]
+    wanted = LoadTarget.from_url(named).name if is_url(named) else find_engine_id(named) or named.partition("@")[0]
     cells = tuple(cell for cell in found.cells if cell.subject.engine == wanted)
     if not cells:
         there = ", ".join(dict.fromkeys(cell.subject.engine for cell in found.cells)) or "nothing"
@@ -121,12 +127,11 @@ def _take_run(run: Run) -> StoredCells:
     return StoredCells(run.cells, {run.id: run.environment}, run.models)
 
 
-def _take_engine(engine: str, machine: str | None) -> StoredCells:
+def _take_engine(engine: str, machine: str | None, named: str | None = None) -> StoredCells:
     found = store.read_cells(machine=machine, engine=engine)
     if not found:
-        raise UsageError(
-            f"{engine} was not measured on this machine", hint=f"measure it: bedplate bench --engines {engine}"
-        )
+        hint = f"measure it: bedplate bench --engines {named or engine}"
+        raise UsageError(f"{engine} was not measured on this machine", hint=hint)
     return _take_cells(found)._replace(by_engine=True)
 
 
@@ -148,7 +153,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read {path}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(path, error) from error
 
 
 class _SchemaOnly(msgspec.Struct):

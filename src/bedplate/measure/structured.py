@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,7 +113,12 @@ class StructuredProbe:
         prompt = next(one for one in self._file.prompts if one.kind == "tool_auto")
         body = make_body(prompt, self._file.tools, 1)
         bare = {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
-        replies = [await self._post(one) for one in (body, bare)]
+        replies: list[ChatReply] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.left_s):
+                replies += [await self._post(one) for one in (body, bare) if self.left_s > 0]
+        if len(replies) < 2:
+            return KnownSupport("unknown", "there was no time for the control requests")
         score = score_reply(prompt, replies[0], self._file.tools)
         return KnownSupport(*judge_support("tool_auto", [score], replies[1]))
 

@@ -371,8 +371,13 @@ def _compare_weights(a: Cell, b: Cell) -> Iterator[Difference]:
     known = one.weights_id is not None and other.weights_id is not None
     if known and one.weights_id != other.weights_id:
         yield from _compare_values("weights", one.weights_id, other.weights_id)
-    elif not known:
+    elif not known and not _is_unreported_elsewhere(one, other):
         yield from _compare_values("quantization", one.quantization, other.quantization)
+
+
+def _is_unreported_elsewhere(one: Subject, other: Subject) -> bool:
+    """Whether an endpoint elsewhere does not report its quantization. Its answers are compared instead."""
+    return any(subject.url is not None and subject.quantization is None for subject in (one, other))
 
 
 def _compare_lengths(a: Cell, b: Cell) -> Iterator[Difference]:
@@ -422,6 +427,8 @@ def _list_small_differences(a: Cell, b: Cell) -> Iterator[Difference]:
     one, other = a.subject, b.subject
     if one.weights_id is not None and one.weights_id == other.weights_id:
         yield from _compare_values("quantization", one.quantization, other.quantization, SAME_SOURCE)
+    elif _is_unreported_elsewhere(one, other):
+        yield from _compare_values("quantization", one.quantization, other.quantization)
     yield from _compare_values("seed", a.load.seed, b.load.seed, "different prompts of the same length")
     for what, mine, theirs in _list_mean_lengths(a, b):
         if SAME_LENGTH < _compute_relative_difference(mine, theirs) <= OTHER_WORK:

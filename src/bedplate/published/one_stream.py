@@ -71,6 +71,7 @@ def make_case_estimators(case: PublishedCase) -> list[tuple[float, LocalEstimato
             make_local_estimator(
                 case.engine, choice.backend, case.machine, case.shape, tensor=tensor, pipeline=pipeline, chunk=chunk,
                 fused=choice.fused, current=current, build=settings.build, year=get_year(case),
+                served="closed loop" in case.scenario,
             ),
         )
         for choice in list_choices(case)

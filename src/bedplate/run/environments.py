@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 import msgspec
 
 from bedplate.engines import BorrowedLibrary, Engine, EnvironmentRecipe, load_engines
-from bedplate.engines.base import NO_VERSION, RegisteredEngine
+from bedplate.engines.base import NO_VERSION, RELEASE, RegisteredEngine
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.home import check_free_space, ensure_writable, get_engines_dir, hold_lock, make_disk_failure
 from bedplate.progress import Progress, SilentProgress
@@ -40,9 +40,9 @@ from bedplate.values.units import format_size
 
 _MANIFEST = "bedplate.json"
 """Written last, in a folder that is then renamed: a folder with a manifest is a finished environment."""
-CHECK_LIMIT_S = 300.0
-"""Importing a large package from a slow disk takes a while; after this time it is assumed to hang."""
-
+CHECK_LIMIT_S = 900.0
+"""Importing a large package from a slow disk takes a while; after this time it is assumed to hang. A first import took
+more than 5 minutes on two cores that many other processes used."""
 
 _BORROWED = "borrowed"
 """The folder in an environment for libraries that the system lacks."""
@@ -317,6 +317,17 @@ def list_installed_versions(engine_id: str) -> list[str]:
 def resolve_version(engine_id: str, text: str) -> str:
     """ID@VERSION from what a user wrote after the @: see `Engine.find_version`."""
     version = load_engines()[engine_id].find_version(text.removeprefix("v"), list_installed_versions(engine_id))
+    return require_release(engine_id, version)
+
+
+def require_release(engine_id: str, version: str) -> str:
+    """ID@VERSION of a release or an installed version. Of others, the pinned packages would bear their name."""
+    build = load_engines()[engine_id].build
+    built = build.version if build is not None else None
+    if version != built and not RELEASE.fullmatch(version) and version not in list_installed_versions(engine_id):
+        raise UsageError(
+            f"{engine_id} {version!r} is neither a release nor installed", hint=f"name a release: {engine_id}@1.2.3"
+        )
     return f"{engine_id}@{version}"
 
 
@@ -563,7 +574,7 @@ def _run_check(
     try:
         ended = run_child(argv, env=env, limit_s=CHECK_LIMIT_S if limit_s is None else limit_s)
     except TimeoutError as error:
-        return str(error)
+        return f"its check was {error}; a busy machine or a slow disk may explain that"
     except OSError as error:
         return error.strerror or str(error)
     return (ended.output.strip().splitlines() or [describe_exit(ended.code)])[-1] if ended.code else None

@@ -151,6 +151,11 @@ def choose_folder(repo: str, revision: str | None = None) -> HubChoice:
     )
 
 
+def find_commit(repo: str, revision: str | None = None) -> str:
+    """The newest commit of a repository, or of one of its branches."""
+    return _get_commit(_fetch_model_info(repo, revision, check_access=False), repo)
+
+
 def list_files(repo: str, revision: str | None = None) -> RepositoryListing:
     """The files of a repository and their sizes; nothing is downloaded."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -189,7 +194,7 @@ def read_remote_model(repo: str) -> Model:
 
     from bedplate.facts.hf_config import read_config
     from bedplate.facts.model_files import MAX_CONFIG_BYTES, parse_json
-    from bedplate.facts.model_folder import apply_quantization_in_name, apply_tensors
+    from bedplate.facts.model_folder import SENTENCE_CONFIG, apply_quantization_in_name, apply_tensors, limit_context
     from bedplate.facts.safetensors import MAX_INDEX_BYTES, parse_index
 
     info = _fetch_model_info(repo)
@@ -205,6 +210,10 @@ def read_remote_model(repo: str) -> Model:
         if "hf_quant_config.json" in sizes:
             quant = parse_json(fetched.read_file("hf_quant_config.json", MAX_CONFIG_BYTES), "hf_quant_config.json")
         model = read_config(fields, name=repo, quant_file=quant, origin=f"the hub: {repo}, headers alone")
+        if SENTENCE_CONFIG in sizes:
+            model = limit_context(
+                model, parse_json(fetched.read_file(SENTENCE_CONFIG, MAX_CONFIG_BYTES), SENTENCE_CONFIG)
+            )
         shards = [name for name in sorted(sizes) if name.endswith(".safetensors") and "/" not in name]
         if "model.safetensors.index.json" in sizes:
             index = parse_index(

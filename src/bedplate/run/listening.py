@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from bedplate.errors import UsageError
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES, explain_bind_failure
 
 
@@ -29,6 +30,9 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_port(listen: ListenOptions) -> None:
     """Raises an error if the port is in use, before anything is downloaded."""
+    if not listen.host.strip():
+        # An empty variable in a script must not open the endpoint to the network, as the system would understand it.
+        raise UsageError("--host is empty", hint="127.0.0.1: only this machine; 0.0.0.0: all of its addresses")
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from bedplate.decide.intent import names_hardware
 from bedplate.errors import NotPossible, UsageError
 from bedplate.facts.gguf import read_gguf
-from bedplate.facts.known_models import find_nearest, look_up_model
+from bedplate.facts.known_models import find_nearest
 from bedplate.facts.library import LocatedModel, locate, split_reference
 from bedplate.facts.model_folder import PICKLES, make_pickle_error, read_config_file, read_folder
-from bedplate.facts.published_weights import find_gguf_repository
+from bedplate.facts.published_weights import find_gguf_repository, look_up_named_weights
 from bedplate.facts.short_names import list_family, resolve_short_name
 from bedplate.progress import Progress
 from bedplate.run import builtin
@@ -74,21 +74,26 @@ def find_known_model(text: str | None = None) -> Model:
     """The facts of a model on this machine, or of one whose facts come with bedplate. Raises an error for others."""
     model = find_local_model(text) or _look_up(text or "")
     if model is None:
-        path = Path(text or "").expanduser()
-        if path.is_dir():
-            raise UsageError(f"the folder {text} contains no model", hint=EXPECTED_FILES)
-        if path.is_file():
-            raise UsageError(f"{text} is not a model file", hint=EXPECTED_FILES)
+        _check_is_no_path(text or "")
         raise UsageError(
             f"{text} is not on this machine, and bedplate has no facts about it", hint=_suggest_alternatives(str(text))
         )
     return model
 
 
+def _check_is_no_path(text: str) -> None:
+    """Raises an error for a file or folder that is not a model."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        raise UsageError(f"the folder {text} contains no model", hint=EXPECTED_FILES)
+    if path.is_file():
+        raise UsageError(f"{text} is not a model file", hint=EXPECTED_FILES)
+
+
 def _look_up(text: str) -> Model | None:
     """The facts that come with bedplate. Their origin names the short name that was resolved."""
     name = resolve_short_name(text)
-    found = look_up_model(name or text)
+    found = look_up_named_weights(name or text)
     return replace_fields(found, origin=f"known facts ({text})") if found is not None and name else found
 
 
@@ -155,6 +160,7 @@ def fetch_model(text: str, available_bytes: int, progress: Progress) -> Model:
     text = expand_name(text)
     repo, quantization, file = split_reference(text)
     if "/" not in repo:
+        _check_is_no_path(text)
         raise UsageError(f"{text} is not on this machine", hint=_suggest_alternatives(text))
     if file is None and (published := find_gguf_repository(repo)) is not None:
         text = f"{published}:{quantization}" if quantization is not None else published

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bedplate.decide import decide, plan
-from bedplate.decide.nodes import VISIBLE
 from bedplate.decide.placement import MachinePart, Need, ServiceAsk, divide_machine
 from bedplate.engines import Engine, get_plan_engine, load_engines
 from bedplate.engines import get_engine as engine_by_id
 from bedplate.engines.base import find_cards
 from bedplate.engines.knobs import is_native
+from bedplate.engines.visible import pick_cards, show_cards
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
 from bedplate.facts.cpu import INSTRUCTION_SETS
 from bedplate.facts.known_models import look_up_model
@@ -44,12 +44,10 @@ from bedplate.run.prepare import prepare
 from bedplate.run.starting import EngineStart
 from bedplate.run.trials import Examiner, provide_native_environment
 from bedplate.store import compute_fingerprint, read_evidence
-from bedplate.values import Decision, Hardware, Model, Plan, PublishedWeights, Workload, replace_fields
+from bedplate.values import Accelerator, Decision, Hardware, Model, Plan, PublishedWeights, Workload, replace_fields
 from bedplate.values.evidence import StoredEvidence
 from bedplate.values.run import Role
 from bedplate.values.service import Build, ModelOrder
-
-"""The variables that restrict a process to some of the accelerators."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,15 @@ class ModelDecision:
         return self.plan.model.served_name
 
 
+def list_planned_cards(decisions: Iterable[ModelDecision]) -> tuple[Accelerator, ...]:
+    """The accelerators that the planned engines use."""
+    found: dict[int, Accelerator] = {}
+    for one in decisions:
+        named = {name for need in one.part.needs for name in need}
+        found |= {card.index: card for card in one.hardware.accelerators if f"card {card.index}" in named}
+    return tuple(found.values())
+
+
 @dataclass(frozen=True)
 class PreparedModel:
     """Everything needed to start the engines of one model."""
@@ -108,19 +115,10 @@ class PreparedModel:
     def build_start(self, replica: int = 0) -> EngineStart:
         """The start of one replica, with variables so that replicas do not use the same accelerators or cores."""
         cards, settings = self.decided.part.cards[replica], self.plan.settings
-        env = select_accelerators(settings.device, cards)
+        env = show_cards(settings.device, pick_cards(self.decided.hardware, cards))
         if not env and len(self.needs) > 1:
             env = engine_by_id(self.plan.engine).get_replica_env(settings)
         return EngineStart(self.plan, self.environment, self.folder, env)
-
-
-def select_accelerators(device: str, cards: Sequence[int]) -> dict[str, str]:
-    """The variables that restrict a process to these accelerators (the driver's indices); none if `cards` is empty."""
-    variable = VISIBLE.get(device)
-    if not cards or variable is None:
-        return {}
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if variable == "CUDA_VISIBLE_DEVICES" else {}
-    return {variable: ",".join(str(index) for index in cards), **order}
 
 
 def decide_engines(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bedplate.errors import BedplateError, ExternalFailure, UsageError
+from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.hardware import probe
 from bedplate.home import ensure_writable, get_logs_dir
 from bedplate.hosting import records
@@ -28,15 +28,15 @@ from bedplate.hosting.orchestrators import choose_orchestrator
 from bedplate.hosting.systemd import notify
 from bedplate.hosting.tenants import CLOSED, list_warnings
 from bedplate.page.page import add_live_page
-from bedplate.progress import Progress, SilentProgress
+from bedplate.progress import Progress, SilentProgress, StepFailure
 from bedplate.run.gateway.descriptors import raise_descriptor_limit
 from bedplate.run.gateway.elsewhere import RemoteAddress
 from bedplate.run.gateway.server import DEFAULT_MAX_BODY_BYTES
 from bedplate.run.listening import ListenOptions, check_port
-from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, prepare_model
+from bedplate.run.ready import ModelDecision, PreparedModel, decide_engines, list_planned_cards, prepare_model
 from bedplate.run.start_phases import PhaseTeller
 from bedplate.run.trials import Examiner
-from bedplate.values import Decision, Endpoint, Hardware, Model, Plan, Workload
+from bedplate.values import Accelerator, Decision, Endpoint, Hardware, Model, Plan, Workload
 from bedplate.values.intent import Operations
 from bedplate.values.service import Build, ModelOrder, Order, ServiceRecord
 from bedplate.values.units import format_seconds
@@ -135,16 +135,21 @@ def _serve_order(
 ) -> None:
     above = choose_orchestrator(order)
     hardware = probe()
-    gpu_notes = _note_gpu_users(hardware, hooks.progress)
-    found = decide_engines(
-        order.services if above is None else above.services,
-        hardware,
-        hooks.progress,
-        build=order.build,
-        budget_bytes=order.memory_budget_bytes,
-        tell=hooks.on_decision,
-        models=[bundle.facts] if bundle is not None else None,
-    )
+    try:
+        found = decide_engines(
+            order.services if above is None else above.services,
+            hardware,
+            hooks.progress,
+            build=order.build,
+            budget_bytes=order.memory_budget_bytes,
+            tell=hooks.on_decision,
+            models=[bundle.facts] if bundle is not None else None,
+        )
+    except NotPossible:
+        # Memory that others hold may be what is missing.
+        _note_gpu_users(hardware.accelerators, hooks.progress)
+        raise
+    gpu_notes = _note_gpu_users(list_planned_cards(found), hooks.progress)
     if bundle is not None:
         bundle.check_plan(found[0], hooks.progress)
     check_names(found)
@@ -160,15 +165,15 @@ def _serve_order(
         records.forget(record)
 
 
-def _note_gpu_users(hardware: Hardware, progress: Progress) -> tuple[str, ...]:
-    """Reports other processes on the GPUs. Services of this BEDPLATE_HOME are not others."""
-    if not hardware.has_vendor("nvidia"):
+def _note_gpu_users(cards: Sequence[Accelerator], progress: Progress) -> tuple[str, ...]:
+    """Reports other processes on these GPUs. Services of this BEDPLATE_HOME are not others."""
+    if not any(card.vendor == "nvidia" for card in cards):
         return ()
     from bedplate.measure.gpu_use import describe_gpu_users
     from bedplate.measure.watch import list_process_tree
 
     own = {pid for one in records.list_running() for pid in list_process_tree(one.pid)}
-    found = describe_gpu_users(hardware.accelerators, {os.getpid(), *own})
+    found = describe_gpu_users(cards, {os.getpid(), *own})
     for text in found:
         progress.note(text)
     return found
@@ -341,7 +346,7 @@ class _ServeSession:
         if self.on is not None:
             on, above = f" on {NAMES[self.on.above.orchestrator]}", self.on.above
             name = name if above.real else above.workers
-        with self.hooks.progress.step(f"starting {count}{name}{on}", 100) as done:
+        with contextlib.suppress(StepFailure), self.hooks.progress.step(f"starting {count}{name}{on}", 100) as done:
             began = reported_at = loop.time()
             phases = PhaseTeller(name, self.hooks.progress.note)
             service: HostedService | None = None
@@ -360,13 +365,15 @@ class _ServeSession:
                 await asyncio.wait({adding, stopping}, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             if service is not None and service.engines:
                 phases.update(service.engines[0].backend.phases)
+            if host.stopping.is_set():
+                raise StepFailure
+            await adding
         if host.stopping.is_set():
             adding.cancel()
             await asyncio.wait({adding})
             if not adding.cancelled():
                 adding.exception()  # asyncio would print it: the engine failed while the host was being stopped
             return False
-        await adding
         return True
 
     def _describe_endpoint(self, host: Host) -> Endpoint:

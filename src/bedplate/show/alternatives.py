@@ -42,7 +42,9 @@ def _make_cells(engine: str, quantization: str | None, plan: Alternative | Decis
     figures = (expected.ttft_ms, expected.tpot_ms, expected.output_tok_s)
     narrow = plan.settings is not None and plan.settings.kv_type != "16-bit"
     weights = f"{quantization or ''}{' KV8' if narrow else ''}"
-    return (engine, weights, shorten_layout(plan.parallelism), *map(_format_figure, figures))
+    cards = ",".join(map(str, plan.settings.cards)) if plan.settings is not None else ""
+    layout = f"{shorten_layout(plan.parallelism)}{f' on {cards}' if cards else ''}"
+    return (engine, weights, layout, *map(_format_figure, figures))
 
 
 def _format_figure(figure: Figure | None) -> str:

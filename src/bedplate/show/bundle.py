@@ -8,7 +8,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from bedplate.show.decision import make_page
-from bedplate.values.bundle import TOP, Bundle, PackedBundle, PackedForTarget, TargetBundle
+from bedplate.values.bundle import (
+    TOP,
+    Bundle,
+    ClusterBundle,
+    PackedBundle,
+    PackedForCluster,
+    PackedForTarget,
+    TargetBundle,
+)
 from bedplate.values.units import format_size
 
 
@@ -36,6 +44,27 @@ def render_packed_for_target(packed: PackedForTarget) -> RenderableType:
     return _make_page([*rows, *_list_hash(packed.manifest_sha256)])
 
 
+def render_packed_for_cluster(packed: PackedForCluster) -> RenderableType:
+    rows = [("Bundle", packed.path, format_size(packed.size_bytes)), *_list_cluster_contents(packed.bundle)]
+    rows += [("Next", "./fetch.sh with network access; at the site ./push.sh and ./apply.sh", "see README.txt")]
+    return _make_page([*rows, *_list_hash(packed.manifest_sha256)])
+
+
+def _list_cluster_contents(bundle: ClusterBundle) -> list[tuple[str, str, str]]:
+    own = bundle.own_image
+    rows = []
+    if own is not None:
+        what = f"{own.name}, Python {own.python}, {own.architecture}, {_describe_packages(own.packages)}"
+        rows += [("Image", what, format_size(own.size_bytes)), ("", f"sha256:{own.digest}", "")]
+    others = [*(one.source for one in bundle.images), *bundle.built]
+    rows += [("Images" if not number else "", name, "not in the bundle") for number, name in enumerate(others)]
+    for number, one in enumerate({one.folder: one for one in bundle.models}.values()):
+        size = format_size(one.size_bytes) if one.size_bytes is not None else "not in the bundle"
+        revision = f" at {one.revision[:12]}" if one.revision is not None else ""
+        rows.append(("Models" if not number else "", f"{one.name}{revision}", size))
+    return rows
+
+
 def _list_hash(sha256: str | None) -> list[tuple[str, str, str]]:
     return [("Verify", f"--manifest-sha256 {sha256}", "")] if sha256 is not None else []
 
@@ -57,7 +86,7 @@ def _list_target_contents(bundle: TargetBundle) -> list[tuple[str, str, str]]:
     return [*rows, ("Needs", ", ".join(needs), f"{format_size(bundle.unpacked_bytes)} of disk")]
 
 
-def render_checked(path: Path, bundle: Bundle | TargetBundle, by_hash: bool) -> RenderableType:
+def render_checked(path: Path, bundle: Bundle | TargetBundle | ClusterBundle, by_hash: bool) -> RenderableType:
     """Show the result of the check; without a given hash, whoever changed a file may have changed the manifest too."""
     origin = [] if by_hash else [("Origin", "not verified: --manifest-sha256 HASH compares the manifest itself", "")]
     if isinstance(bundle, TargetBundle):
@@ -66,7 +95,8 @@ def render_checked(path: Path, bundle: Bundle | TargetBundle, by_hash: bool) -> 
         return _make_page([intact, *origin, *_list_target_contents(bundle)])
     count = sum(file.link is None for file in bundle.files)
     intact = ("Intact", f"{path}: {count} files, unchanged since {bundle.made_at}", "")
-    return _make_page([intact, *origin, *_list_contents(bundle)])
+    contents = _list_cluster_contents(bundle) if isinstance(bundle, ClusterBundle) else _list_contents(bundle)
+    return _make_page([intact, *origin, *contents])
 
 
 def _make_page(rows: list[tuple[str, str, str]]) -> RenderableType:

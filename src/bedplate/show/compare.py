@@ -22,7 +22,7 @@ from bedplate.show.figures import NOT_MEASURED, format_figure_or_missing
 from bedplate.show.page import make_fact_table
 from bedplate.show.structured import describe_structured
 from bedplate.values.agreement import name_reference
-from bedplate.values.run import Load
+from bedplate.values.run import Load, Quality
 from bedplate.values.units import format_memory, format_seconds, format_size
 from bedplate.values.verdict import ComparedEngine, Effect, Metric, Verdict, name_sides
 
@@ -148,7 +148,8 @@ def _list_rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
         if effect.metric in ("peak_memory_bytes", "agreement", "schema_match"):
             yield "Compared", describe_change(effect), "measured"
     for side in (verdict.a, verdict.b):
-        yield "Quality", f"{_format_name(side)}: {_describe_quality(side)}", "measured" if _is_checked(side) else ""
+        text = f"{_format_name(side)}: {describe_quality(side.quality)}"
+        yield "Quality", text, "measured" if _is_checked(side) else ""
     for answers in verdict.answers:
         text = f"{describe_values(answers)}: {answers.outcome}, {describe_interval(answers)}"
         yield "Answers", text, "measured"
@@ -158,7 +159,7 @@ def _list_rows(verdict: Verdict) -> Iterator[tuple[str, str, str]]:
     for side in (verdict.a, verdict.b):
         yield "Costs", f"{_format_name(side)}: {_describe_costs(side)}", ""
     if verdict.a.engine != verdict.b.engine:
-        yield "", f"migrating adds the versions and metrics of {verdict.b.engine} to operate", ""
+        yield "", f"{verdict.b.engine} has releases, options and metrics of its own to operate", ""
     for difference in verdict.differences:
         yield "Differs", describe_difference(difference), ""
     for left_out in verdict.left_out:
@@ -174,8 +175,7 @@ def _is_checked(side: ComparedEngine) -> bool:
     return side.quality is not None and side.quality.verdict != "unchecked"
 
 
-def _describe_quality(side: ComparedEngine) -> str:
-    quality = side.quality
+def describe_quality(quality: Quality | None) -> str:
     if quality is None or quality.verdict == "unchecked":
         return "not checked"
     parts = ["answers agree with the reference" if quality.verdict == "ok" else "answers are wrong"]

@@ -9,16 +9,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bedplate.decide.case import with_model_task
 from bedplate.decide.questions import DecisionChange, describe_layout
 from bedplate.decide.rules import RULES_PAGE
 from bedplate.show.probe import describe_hardware
 from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, NodeLaunch, Reason, Refusal, Workload
 from bedplate.values.quoting import join_shell, quote_shell
 from bedplate.values.units import format_figure, format_memory, format_seconds, format_size
+from bedplate.values.workload import AUDIO_WINDOW_S
 
 SHIFTS = ("tuned.measured", "evidence.calibrated")
 """Rules of reasons that state how measurements on this machine change a plan."""
 ORIGINS = {"default": "default", "asked": "specified", "observed": "observed"}
+SHOWN_REASONS = 3
+"""Reasons for refusals that `serve` shows."""
 
 
 def make_page() -> Table:
@@ -34,6 +38,7 @@ def render_serving(
     hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
 ) -> RenderableType:
     """What `serve` prints first: hardware, model, workload, engine and reason."""
+    workload = with_model_task(model, workload)
     table = make_page()
     table.add_row("Hardware", Text(describe_hardware(hardware)), "")
     table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
@@ -64,6 +69,7 @@ def render_decision(
     hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
 ) -> RenderableType:
     """The page of `plan`."""
+    workload = with_model_task(model, workload)
     head = Text(f" {write_headline(decision, model, asked)}", style="bold green" if decision.fits else "bold red")
     table = make_page()
     table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
@@ -77,7 +83,8 @@ def render_decision(
     if decision.memory is not None:
         table.add_row("Memory", Text(describe_fit(decision.memory)), Text(format_spread(decision.estimate.memory_gb)))
     if decision.fits:
-        capacity = f"{decision.max_concurrency:,} concurrent requests of {workload.request_tokens:,} tokens"
+        unit = "text tokens" if workload.task == "transcribe" else "tokens"
+        capacity = f"{_count_concurrent(decision.max_concurrency)} of {workload.request_tokens:,} {unit}"
         table.add_row("Capacity", Text(capacity), "estimate")
         for label, value, basis in list_expected_rows(decision):
             table.add_row(label, Text(value), Text(basis))
@@ -313,12 +320,23 @@ def describe_model(model: Model) -> str:
 
 def describe_workload(workload: Workload, decision: Decision) -> str:
     settings, replicas = decision.settings, decision.parallelism.data
-    output = "" if workload.usual_tokens == workload.prompt_tokens else f" + {workload.output_tokens:,}"
-    line = f"{describe_arrivals(workload) or describe_users(workload)} · {workload.prompt_tokens:,}{output} tokens"
+    line = f"{describe_arrivals(workload) or describe_users(workload)} · {describe_lengths(workload)}"
     if settings is not None:
         each = f" on each of {replicas} replicas" if replicas > 1 else ""
-        line += f" → at most {settings.slots} concurrent requests{each}, up to {settings.context_tokens:,} tokens each"
+        line += f" → at most {_count_concurrent(settings.slots)}{each}, up to {settings.context_tokens:,} tokens each"
     return line
+
+
+def _count_concurrent(count: int) -> str:
+    return f"{count:,} concurrent request{'' if count == 1 else 's'}"
+
+
+def describe_lengths(workload: Workload) -> str:
+    """Input and output of one request."""
+    if workload.task == "transcribe":
+        return f"{AUDIO_WINDOW_S} seconds of audio in, {workload.output_tokens:,} text tokens out"
+    output = "" if workload.usual_tokens == workload.prompt_tokens else f" + {workload.output_tokens:,}"
+    return f"{workload.prompt_tokens:,}{output} tokens"
 
 
 def describe_users(workload: Workload) -> str:
@@ -372,11 +390,15 @@ def describe_fit(found: Fit) -> str:
 
 
 def describe_refusals(decision: Decision) -> str:
-    """All refused engines in one line, grouped by reason."""
+    """Refused engines, grouped by reason. If one was chosen, the reasons that apply to most of them; `plan` has all."""
     by_reason: dict[str, list[str]] = {}
     for refusal in decision.refused:
         by_reason.setdefault(refusal.why, []).append(refusal.engine)
-    return "   ".join(f"{', '.join(engines)}: {why}" for why, engines in by_reason.items())
+    ordered = sorted(by_reason.items(), key=lambda group: -len(group[1]))
+    shown = ordered[:SHOWN_REASONS] if decision.engine is not None else ordered
+    rest = sum(len(engines) for _, engines in ordered[len(shown) :])
+    texts = [f"{', '.join(engines)}: {why}" for why, engines in shown]
+    return "   ".join([*texts, f"and {rest} other{'s' if rest > 1 else ''}"] if rest else texts)
 
 
 def format_spread(figure: Figure | None) -> str:

@@ -20,13 +20,13 @@ from bedplate.show.structured import describe_structured
 from bedplate.values import Refusal
 from bedplate.values.gate import GateResult
 from bedplate.values.quoting import escape_markdown
-from bedplate.values.run import Cell, Quality, Run, Subject
+from bedplate.values.run import Cell, Load, Quality, Run, Subject
 from bedplate.values.structured import StructuredOutput
 from bedplate.values.units import format_seconds
-from bedplate.values.verdict import Effect, Verdict
+from bedplate.values.verdict import Effect, Metric, Verdict
 
 HEADS = {0: "no regression found", 10: "better", 20: "not proven", 30: "worse"}
-SPEED = ("output_tok_s", "e2e_ms")
+SPEED: tuple[Metric, ...] = ("output_tok_s", "e2e_ms")
 
 
 class GateTeller(BenchListener):
@@ -73,7 +73,7 @@ def write_markdown(result: GateResult) -> str:
         f"**{safe(result.challenger.name)}** against the baseline **{safe(result.baseline.name)}**: "
         f"{safe(result.model)} on {safe(result.hardware)}, {result.rounds} interleaved rounds.",
         "",
-        safe(verdict.worse if verdict is not None and verdict.worse is not None else result.text),
+        safe(_describe_result(result)),
     ]
     if result.effects:
         lines += ["", "| metric | load | baseline | challenger | change | 95 % interval | |"]
@@ -84,12 +84,24 @@ def write_markdown(result: GateResult) -> str:
     return "\n".join([*lines, "", "</details>", ""])
 
 
+def _describe_result(result: GateResult) -> str:
+    """The reason of the exit code. Whether a small gain would pay for a migration is not what a gate asks."""
+    verdict = result.verdict
+    if verdict is None or result.exit_code != 0:
+        return verdict.worse if verdict is not None and verdict.worse is not None else result.text
+    deciding = list(_find_deciding(verdict).values())
+    if not deciding:
+        return result.text
+    worst = describe_change(min(deciding, key=lambda one: one.gain.value))
+    return f"{result.challenger.name}: {worst}. No loss of more than {verdict.tolerance * 100:g} % was found."
+
+
 def _format_row(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(map(escape_markdown, cells)) + " |"
 
 
 def _list_rows(result: GateResult) -> Iterator[tuple[str, ...]]:
-    deciding = set(_list_deciding(result.verdict)) if result.verdict is not None else set()
+    deciding = _find_deciding(result.verdict) if result.verdict is not None else {}
     for one in result.effects:
         if one.metric in ("ttft_ms", "tpot_ms"):  # the 95th percentiles are shown
             continue
@@ -100,7 +112,8 @@ def _list_rows(result: GateResult) -> Iterator[tuple[str, ...]]:
             format_metric(one.metric, one.b),
             format_signed_percent(one.gain.value),
             f"{format_signed_percent(one.gain.low)} … {format_signed_percent(one.gain.high)}",
-            _describe_state(one, result.verdict) if (one.metric, one.load) in deciding else "",
+            # Its own interval: that of `one` holds for more metrics, and is wider.
+            _describe_state(deciding[key], result.verdict) if (key := (one.metric, one.load)) in deciding else "",
         )
 
 
@@ -109,14 +122,14 @@ def _describe_state(one: Effect, verdict: Verdict | None) -> str:
         return ""
     if is_loss(one, verdict.tolerance):
         return "worse"
+    if one.sure_low > 1.0:
+        return "better"
     return "within tolerance" if one.sure_low > 1 - verdict.tolerance else "uncertain"
 
 
-def _list_deciding(verdict: Verdict) -> Iterator[tuple[str, object]]:
-    names = {METRICS[name] for name in verdict.metrics}
-    for one in verdict.effects:
-        if one.metric in names if names else one.metric in SPEED:
-            yield one.metric, one.load
+def _find_deciding(verdict: Verdict) -> dict[tuple[Metric, Load], Effect]:
+    names = {METRICS[name] for name in verdict.metrics} or set(SPEED)
+    return {(one.metric, one.load): one for one in verdict.effects if one.metric in names}
 
 
 def _list_details(result: GateResult) -> Iterator[str]:
@@ -157,14 +170,11 @@ def write_junit(result: GateResult) -> str:
             ElementTree.SubElement(case, "system-out").text = message
 
     verdict = result.verdict
-    deciding = set(_list_deciding(verdict)) if verdict is not None else set()
-    for one in verdict.effects if verdict is not None else ():
-        if (one.metric, one.load) in deciding:
-            share = one.metric in ("agreement", "schema_match")
-            load = "" if share else f", {describe_load(one.load)}"
-            add_case(f"{METRIC_WORDS[one.metric]}{load}", _describe_state(one, verdict), describe_change(one))
-    whole = verdict.worse if verdict is not None and verdict.worse is not None else result.text
-    add_case("verdict", describe_outcome(result), whole)
+    for one in _find_deciding(verdict).values() if verdict is not None else ():
+        share = one.metric in ("agreement", "schema_match")
+        load = "" if share else f", {describe_load(one.load)}"
+        add_case(f"{METRIC_WORDS[one.metric]}{load}", _describe_state(one, verdict), describe_change(one))
+    add_case("verdict", describe_outcome(result), _describe_result(result))
     suite.set("tests", str(len(suite)))
     suite.set("failures", str(counts["failure"]))
     suite.set("skipped", str(counts["skipped"]))

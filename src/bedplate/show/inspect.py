@@ -11,6 +11,7 @@ from rich.text import Text
 from bedplate.values import Hardware, Model
 from bedplate.values.model import Projector
 from bedplate.values.units import format_memory, format_size
+from bedplate.values.workload import AUDIO_WINDOW_S
 
 TASKS = {
     "generate": "text generation", "embed": "embeddings", "classify": "reranking or classification",
@@ -117,6 +118,11 @@ def _list_weights(model: Model) -> list[tuple[str, str]]:
     return lines
 
 
+def _describe_fixed_input(model: Model) -> str:
+    """The input whose cache does not grow with the text."""
+    return f"for {AUDIO_WINDOW_S} seconds of audio" if model.task == "transcribe" else "per image"
+
+
 def _list_layers(model: Model) -> list[tuple[str, str]]:
     """The cache memory of each kind of layer."""
     if len(model.layers) < 2 and not any(group.kind != "full attention" for group in model.layers):
@@ -129,7 +135,7 @@ def _list_layers(model: Model) -> list[tuple[str, str]]:
         if group.window and group.kv_bytes_window:
             cached.append(f"at most {format_memory(group.kv_bytes_window)} (window {group.window:,})")
         elif group.kv_bytes_window:
-            cached.append(f"{format_memory(group.kv_bytes_window)} per image or recording")
+            cached.append(f"{format_memory(group.kv_bytes_window)} {_describe_fixed_input(model)}")
         if group.state_bytes:
             cached.append(f"{format_memory(group.state_bytes)} of state")
         lines.append((f"{group.count:>3} {group.kind:<28}  {' + '.join(cached) or 'no cache'}", ""))
@@ -197,8 +203,11 @@ def _list_cache_sizes(model: Model) -> list[tuple[str, str]]:
     rows = []
     if model.kv_bytes_per_token:
         rows.append((f"{format_memory(model.kv_bytes_per_token)} per token", "16-bit"))
-    if model.kv_bytes_window:
-        rows.append((f"{format_memory(model.kv_bytes_window)} at most in sliding-window layers", "16-bit"))
+    fixed = sum(group.kv_bytes_window for group in model.layers if not group.window) if model.layers else 0
+    if windowed := model.kv_bytes_window - fixed:
+        rows.append((f"{format_memory(windowed)} at most in sliding-window layers", "16-bit"))
+    if fixed:
+        rows.append((f"{format_memory(fixed)} {_describe_fixed_input(model)}", "16-bit"))
     if model.state_bytes:
         rows.append((f"{format_memory(model.state_bytes)} of recurrent state, independent of length", "32-bit"))
     limit = model.max_context or CONTEXTS[0]

@@ -143,12 +143,17 @@ def render_browser(state: ModelBrowser, height: int, width: int) -> RenderableTy
         table.add_row(*cells, style="reverse" if number == at else "" if entry.fits else "dim")
     shown = f"{at + 1} of {len(state.rows)}" if state.rows else "no model matches"
     speed = f"{format_figure(state.least_tok_s)} tok/s or more" if state.least_tok_s else "any"
+    empty = "change a filter: f, v, t, or / and Esc"
+    if not any(entry.tok_s is not None for entry in state.entries):
+        speed = "unknown"
+        if state.least_tok_s:
+            empty = "speeds are unknown until bedplate probe --measure; V: any speed"
     search = f"{state.search}▏" if state.searching else state.search or "none"
     filters = f"sort {state.sort} · task {state.task} · fit {state.fit} · speed {speed} · search {search}"
     return Group(
         Text(f" {shown} · {state.machine}", style="bold", no_wrap=True, overflow="ellipsis"),
         Text(f" {filters}\n", style="dim", no_wrap=True, overflow="ellipsis"),
-        table if state.rows else Text(" change a filter: f, v, t, or / and Esc", style="yellow"),
+        table if state.rows else Text(f" {empty}", style="yellow"),
         Text(f"\n {_describe(state)}", no_wrap=True, overflow="ellipsis"),
         Text(f" {KEYS.format(enter='serve' if state.serves else 'plan')}", style="dim", no_wrap=True),
     )

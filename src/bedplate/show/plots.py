@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -28,6 +29,8 @@ WIDE_RATIO = 20.0
 """Ratio of the largest to the smallest value above which the axis is logarithmic."""
 LETTER, LINE = 7.0, 13.0
 """Width of a letter and height of a line, in pixels, for the places of labels."""
+CLEAR_STEP = 4.0
+"""Distance in pixels of the points of a line that labels avoid."""
 MOST_STEPS = 100
 """Steps of one curve of a distribution."""
 PLACES = ((0, -9, "middle"), (9, 4, "start"), (0, 18, "middle"), (-9, 4, "end"))
@@ -146,6 +149,12 @@ def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _format_rate(value: float) -> str:
+    """The same with a space, for a unit after it: 18.9 G."""
+    text = format_number(value)
+    return f"{text[:-1]} {text[-1]}" if text[-1].isalpha() else f"{text} "
+
+
 def format_percent(value: float) -> str:
     return f"{value:.0%}"
 
@@ -191,6 +200,13 @@ class Chart:
         self.taken.append(Box(x - size, y - size, x + size, y + size))
         if point.label:
             self.labels.append((x, y, point.label, size - 6.0))
+
+    def keep_clear(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        """No label is drawn over this line."""
+        steps = max(1, round(math.dist(begin, end) / CLEAR_STEP))
+        for step in range(steps + 1):
+            x, y = (a + (b - a) * step / steps for a, b in zip(begin, end, strict=True))
+            self.taken.append(Box(x - 1, y - 1, x + 1, y + 1))
 
     def _draw_labels(self) -> str:
         """Each label at the first free place next to its marker."""
@@ -278,6 +294,8 @@ def draw_lines(title: str, series: Sequence[PlotSeries], x_name: str, y_name: st
     for one in series:
         path = " ".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in one.points)
         chart.add(f'<polyline points="{path}" class="line {one.style}"/>')
+        for begin, end in pairwise(one.points):
+            chart.keep_clear((x(begin.x), y(begin.y)), (x(end.x), y(end.y)))
     for one in series:
         for point in one.points:
             chart.add_mark(one, point)
@@ -334,7 +352,7 @@ def draw_roofline(
         roof += [(x.high, operations_s)] if operations_s and knee < x.high else []
         ends = [(x(at), y(high)) for at, high in roof]
         chart.add(f'<polyline points="{" ".join(f"{at:.1f},{high:.1f}" for at, high in ends)}" class="roof"/>')
-        _name_roofs(chart, ends, f"memory {format_number(bytes_s)}B/s", operations_s)
+        _name_roofs(chart, ends, f"memory {_format_rate(bytes_s)}B/s", operations_s)
     for one in points:
         for point in one.points:
             chart.add_mark(one, point)
@@ -350,7 +368,7 @@ def _name_roofs(chart: Chart, ends: Sequence[tuple[float, float]], memory: str, 
         at = f"translate({(left + knee) / 2:.1f} {(low + high) / 2:.1f}) rotate({turn:.1f})"
         chart.add(f'<text transform="{at}" dy="-7" text-anchor="middle" class="tick">{escape(memory)}</text>')
     if operations_s and len(ends) > 2:
-        compute = f"compute {format_number(operations_s)}op/s"
+        compute = f"compute {_format_rate(operations_s)}op/s"
         at = f'x="{ends[2][0]:.1f}" y="{ends[2][1] - 7:.1f}"'
         chart.add(f'<text {at} text-anchor="end" class="tick">{escape(compute)}</text>')
 

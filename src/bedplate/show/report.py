@@ -33,7 +33,7 @@ from bedplate.values.cost import Price
 from bedplate.values.diagnosis import Diagnosis
 from bedplate.values.evidence import ABOUT_OTHERS, find_exclusions
 from bedplate.values.quoting import escape_markdown, join_shell
-from bedplate.values.run import Cell, Run
+from bedplate.values.run import Cell, Load, Run, Sample
 from bedplate.values.summary import Summary
 from bedplate.values.verdict import Verdict
 
@@ -316,13 +316,19 @@ def _make_cells(one: MeasuredEngine, cell: Cell, summary: Summary, limit: str | 
 
 def _list_texts(shown: Sequence[MeasuredEngine], list_texts: Callable[[Cell], Iterable[str]]) -> tuple[str, ...]:
     """The texts about all cells, each once per engine with all its loads."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], list[Load]] = {}
     for one in shown:
         for cell in one.cells:
-            at = str(cell.load.concurrency or cell.load.requests_per_s or cell.load.arrivals)
             for text in dict.fromkeys(list_texts(cell)):
-                found.setdefault((one.name, text), []).append(at)
-    return tuple(f"{name} at {', '.join(at)}: {text}" for (name, text), at in found.items())
+                found.setdefault((one.name, text), []).append(cell.load)
+    return tuple(f"{name} with {_list_loads(loads)}: {text}" for (name, text), loads in found.items())
+
+
+def _list_loads(loads: Sequence[Load]) -> str:
+    """Such as "1, 4 in flight"."""
+    closed = ", ".join(str(load.concurrency) for load in loads if load.arrivals == "closed")
+    others = [describe_load_briefly(load) for load in loads if load.arrivals != "closed"]
+    return ", ".join([*([f"{closed} in flight"] if closed else []), *others])
 
 
 # the charts
@@ -431,8 +437,10 @@ def _draw_distributions(shown: Sequence[MeasuredEngine]) -> list[Plot | None]:
     ttft: list[tuple[str, int, Sequence[float]]] = []
     tpot: list[tuple[str, int, Sequence[float]]] = []
     for number, one in enumerate(shown):
-        cell = max(one.cells, key=lambda each: each.load.concurrency or 0)
-        good = [sample for repeat in cell.repeats for sample in repeat.samples if sample.outcome == "ok"]
+        answered = [(cell, good) for cell in one.cells if (good := _list_good_samples(cell))]
+        if not answered:
+            continue
+        cell, good = max(answered, key=lambda pair: pair[0].load.concurrency or 0)
         name = f"{one.name}, {cell.load.concurrency}" if cell.load.concurrency else one.name
         ttft.append((name, number, [sample.ttft_ms for sample in good if sample.ttft_ms is not None]))
         tpot.append((name, number, [found for sample in good if (found := sample.tpot_ms) is not None]))
@@ -440,13 +448,17 @@ def _draw_distributions(shown: Sequence[MeasuredEngine]) -> list[Plot | None]:
         Plot(
             title,
             tuple(plots.draw_distributions(title, values, f"{title.lower()}, ms", size) for size in SIZES),
-            "At the highest load of each engine. Markers: median and 95th percentile.",
+            "At the highest load that each engine answered. Markers: median and 95th percentile.",
             plots.make_legend([plots.PlotSeries(name, (), number) for name, number, found in values if found]),
         )
         if any(found for _, _, found in values)
         else None
         for title, values in (("Time to first token", ttft), ("Time per output token", tpot))
     ]
+
+
+def _list_good_samples(cell: Cell) -> list[Sample]:
+    return [sample for repeat in cell.repeats for sample in repeat.samples if sample.outcome == "ok"]
 
 
 def _draw_roofline(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bedplate._version import __version__
-from bedplate.errors import BedplateError, UsageError
+from bedplate.errors import BedplateError, UsageError, make_unreadable_error
 from bedplate.judge.words import describe_load_briefly
 from bedplate.measure.flags import flag_cell
 from bedplate.measure.results import ResultFile, read_result
@@ -47,6 +47,8 @@ class ResultRow:
     """Whether it is verified and clean, and has a throughput."""
     requests_at_once: float
     """What loads are sorted by."""
+    measurement: tuple[str, str]
+    """Ids of the run and the cell."""
     rank: int | None = None
     """Among the ranked rows of the same hardware, model and load."""
 
@@ -91,7 +93,7 @@ def read_folder(folder: Path) -> FolderContent:
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
     except OSError as error:
-        raise UsageError(f"cannot read {folder}", cause=error.strerror or str(error)) from error
+        raise make_unreadable_error(folder, error) from error
     results, unreadable = [], []
     for path in paths:
         try:
@@ -108,7 +110,7 @@ def read_folder(folder: Path) -> FolderContent:
 
 def make_results_page(content: FolderContent, name: str) -> ResultsPage:
     rows = [row for one in content.results for row in _list_rows(one)]
-    ranked = _rank_rows(rows)
+    ranked = _rank_rows(list(_exclude_copies(rows)))
     count = sum(row.rank is not None for row in ranked)
     headline = f"{len(ranked)} results in {len(content.results)} files; {count} verified and clean ones are ranked."
     return ResultsPage(
@@ -126,6 +128,15 @@ def make_results_page(content: FolderContent, name: str) -> ResultsPage:
 def _get_order(row: ResultRow) -> tuple[object, ...]:
     load = (row.requests_at_once, row.load)
     return (*row.group[:2], *load, row.rank is None, row.rank or 0, -(row.output_tok_s or 0.0), row.engine, row.file)
+
+
+def _exclude_copies(rows: Sequence[ResultRow]) -> Iterator[ResultRow]:
+    """A measurement is ranked once, whatever the number of files that contain it."""
+    first: dict[tuple[str, str], str] = {}
+    for row in rows:
+        kept = first.setdefault(row.measurement, row.file) if row.is_ranked else row.file
+        is_copy = row.is_ranked and kept != row.file
+        yield replace(row, is_ranked=False, reasons=(f"a copy of that in {kept}",)) if is_copy else row
 
 
 def _rank_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
@@ -164,6 +175,7 @@ def _list_rows(result: ResultFile) -> Iterator[ResultRow]:
             file=result.name,
             is_ranked=result.is_verified and is_valid(cell) and not exclusions and rate is not None,
             requests_at_once=cell.load.requests_per_s or cell.load.concurrency or 0,
+            measurement=(result.run.id, cell.id),
         )
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bedplate.judge.words import describe_load
+from bedplate.measure.imported_run import UNKNOWN, UNKNOWN_TIME
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.decision import make_page
 from bedplate.values.run import Exclusion
@@ -21,7 +22,7 @@ def render_runs(found: Sequence[StoredRun]) -> RenderableType:
     table = SplitTable(
         Column.from_cells("id", [Text(one.id, style="bold") for one in found]),
         (
-            Column.from_cells("time", [one.at[:16].replace("T", " ") for one in found]),
+            Column.from_cells("time", [_format_time(one.at) for one in found]),
             Column.from_cells("engine", [", ".join(one.engines) for one in found], comfortable=24),
             Column.from_cells("model", [", ".join(one.models) for one in found], comfortable=24),
             Column.from_cells("cells", [f"{one.kind} {one.cells}" for one in found]),
@@ -31,6 +32,10 @@ def render_runs(found: Sequence[StoredRun]) -> RenderableType:
     )
     hint = " bedplate runs show ID explains a run; bedplate runs discard ID removes it and its effect on plans"
     return Group(Text(), table, Text(), Text(hint, style="dim"))
+
+
+def _format_time(at: str) -> str:
+    return UNKNOWN if at == UNKNOWN_TIME else at[:16].replace("T", " ")
 
 
 def _describe_cleanness(run: StoredRun) -> Text:
@@ -61,7 +66,9 @@ def _join_reasons(reasons: Sequence[Exclusion]) -> str:
 def render_details(found: RunDetails) -> RenderableType:
     run = found.run
     table = make_page()
-    table.add_row("Run", Text(f"{run.id}, {run.kind}{'' if run.finished else ', not finished'}"), Text(run.at))
+    table.add_row(
+        "Run", Text(f"{run.id}, {run.kind}{'' if run.finished else ', not finished'}"), Text(_format_time(run.at))
+    )
     table.add_row("Engines", Text(", ".join(run.engines) or "none"), "")
     table.add_row("Models", Text(", ".join(run.models) or "none"), "")
     for position, cell in enumerate(found.cells):

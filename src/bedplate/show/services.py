@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bedplate.run.start_phases import WORDS
 from bedplate.show.columns import Column, FittingTable
-from bedplate.show.decision import ORIGINS
+from bedplate.show.decision import ORIGINS, describe_lengths
 from bedplate.show.serving import describe_start, list_phase_times
 from bedplate.values.service import EngineStatus, HostStatus, ModelStatus, RemoteEndpointStatus, ServiceRecord
 from bedplate.values.units import format_memory
@@ -187,8 +187,7 @@ def _describe_workload(workload: Workload) -> str:
     users = f"{workload.users:,} user{'s' if workload.users != 1 else ''}"
     known = workload.concurrency is not None or workload.load is not None
     in_flight = f", {workload.compute_in_flight():,} in flight" if known else ""
-    lengths = f"{workload.prompt_tokens:,} + {workload.output_tokens:,} tokens"
-    return f"planned for {users}{in_flight}, {lengths} ({ORIGINS[workload.origin]})"
+    return f"planned for {users}{in_flight}, {describe_lengths(workload)} ({ORIGINS[workload.origin]})"
 
 
 def _render_foot(status: HostStatus) -> RenderableType:

@@ -21,9 +21,8 @@ PHASE_NAMES: dict[StartPhase, str] = {
 
 def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> RenderableType:
     several = len(endpoint.models) > 1
-    command = write_curl_command(endpoint.url.removesuffix("/v1"), endpoint.needs_key).replace("\n", "\n        ")
-    if several:
-        command = command.replace("-d '{", f'-d \'{{"model":"{endpoint.model}",')
+    base, model = endpoint.url.removesuffix("/v1"), endpoint.model if several else None
+    command = write_curl_command(base, endpoint.needs_key, model).replace("\n", "\n        ")
     on = Text(f"        {endpoint.on.text}\n", style="" if endpoint.on.real else "yellow") if endpoint.on else Text()
     start = Text(f"        {describe_start(endpoint.phases)}\n", style="dim") if endpoint.phases else Text()
     models = f"models {', '.join(endpoint.models)}" if several else f"model {endpoint.model}"
@@ -32,7 +31,7 @@ def render_ready(endpoint: Endpoint, then: str = "Ctrl-C stops everything") -> R
         (endpoint.url, "bold"),
         f"       {models}\n",
         ("        live page  ", "dim"),
-        f"{endpoint.url.removesuffix('/v1')}/\n",
+        f"{base}/\n",
         on,
         start,
         f"        {command}\n",

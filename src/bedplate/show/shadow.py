@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from bedplate.show.compare import HEADS, render_verdict
+from bedplate.judge.words import describe_change
+from bedplate.show.compare import HEADS, describe_quality, render_verdict
 from bedplate.show.page import make_fact_table
 from bedplate.values.shadow import ShadowResult
 from bedplate.values.units import format_seconds, format_size
@@ -47,12 +48,10 @@ def render_watched(done: WatchEvaluation) -> RenderableType:
 def _list_upgrade_rows(found: UpgradeResult) -> Iterator[tuple[str, str, str]]:
     yield "Upgrade", f"{found.engine} {found.present} to {found.release}: {found.answer}. {found.text}", found.package
     for effect in found.effects:
-        gain = f"{effect.gain.value - 1:+.1%} ({effect.gain.low - 1:+.1%} … {effect.gain.high - 1:+.1%})"
-        figures = f"{effect.metric} {effect.a:,.4g} to {effect.b:,.4g}"
-        yield "", f"{figures}: better by {gain}", f"{min(effect.repeats)} interleaved rounds"
+        yield "", describe_change(effect), f"{min(effect.repeats)} interleaved rounds"
     for name, quality in ((found.present, found.present_quality), (found.release, found.quality)):
         if quality is not None:
-            yield "", f"answers of {name}: {quality.verdict}{f', {quality.note}' if quality.note else ''}", ""
+            yield "", f"{name}: {describe_quality(quality)}", "measured"
     if found.options is not None:
         yield "", found.options, ""
     lock = "" if found.locked is None else ", locked" if found.locked else ", not locked"
@@ -60,7 +59,7 @@ def _list_upgrade_rows(found: UpgradeResult) -> Iterator[tuple[str, str, str]]:
     if found.removed is not None:
         yield "", f"removed again, because {found.removed}", size
     elif found.installed:
-        yield "", f"installed beside the present version; bedplate engines remove {found.name} removes it", size
+        yield "", f"installed beside the version in service; bedplate engines remove {found.name} removes it", size
 
 
 def _list_rows(done: WatchEvaluation) -> Iterator[tuple[str, str, str]]:

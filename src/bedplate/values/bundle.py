@@ -165,3 +165,77 @@ class PackedForTarget(Record, frozen=True, kw_only=True):
     manifest_sha256: str | None = None
     """The hash for `--manifest-sha256`."""
     bundle: TargetBundle
+
+
+class ClusterImage(Record, frozen=True, kw_only=True):
+    """An image of somebody else, which `fetch.sh` copies into the bundle and `push.sh` into the mirror."""
+
+    source: str
+    target: str
+    """Its name in the mirror."""
+
+
+class OwnImage(Record, frozen=True, kw_only=True):
+    """The image of bedplate's gateway, as an OCI layout in the bundle."""
+
+    name: str
+    """With its registry and tag."""
+    digest: str
+    """SHA-256 of its manifest. The same base and packages give the same."""
+    size_bytes: int
+    architecture: str
+    """amd64 or arm64."""
+    python: str
+    packages: tuple[str, ...]
+
+
+class ClusterModel(Record, frozen=True, kw_only=True):
+    """The content of one volume, or a part of it."""
+
+    service: str
+    name: str
+    """The repository on the model hub, or the name of a model on this machine."""
+    revision: str | None = None
+    """The commit; `None`: not known."""
+    folder: str
+    """Path in the bundle."""
+    path: str
+    """Folder on the volume that gets the files."""
+    marker: str
+    """The file to create when all were copied."""
+    files: tuple[str, ...] = ()
+    """The files that are needed of the repository; empty: all."""
+    size_bytes: int | None = None
+    """`None`: not in the bundle; `fetch.sh` downloads it."""
+
+
+class ClusterBundle(Record, frozen=True, kw_only=True):
+    """The manifest of a bundle for an air-gapped cluster."""
+
+    schema: Literal["cluster-bundle/1"] = "cluster-bundle/1"
+    bedplate: str
+    """Version of bedplate that made the bundle."""
+    made_at: str
+    target: str
+    """kubernetes, dynamo or ray."""
+    images: tuple[ClusterImage, ...] = ()
+    built: tuple[str, ...] = ()
+    """Images that are built from a Dockerfile in the bundle, with their registry."""
+    own_image: OwnImage | None = None
+    models: tuple[ClusterModel, ...] = ()
+    files: tuple[BundledFile, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class PackedForCluster(Record, frozen=True, kw_only=True):
+    """What `bedplate bundle --for kubernetes --json` prints."""
+
+    schema: Literal["packed-for-cluster/1"] = "packed-for-cluster/1"
+    path: str
+    size_bytes: int
+    manifest_sha256: str
+    """The hash for `--manifest-sha256`."""
+    bundle: ClusterBundle

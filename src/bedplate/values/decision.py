@@ -22,8 +22,8 @@ HintKind = Literal[
     "few-bits", "memory-limit",
 ]  # fmt: skip
 HintCause = Literal[
-    "engine", "enough", "layout", "other-field", "missing-field", "task", "weights", "hardware", "orchestrator",
-    "unknown-speed",
+    "engine", "enough", "layout", "vendor", "other-field", "missing-field", "task", "weights", "hardware",
+    "orchestrator", "unknown-speed", "length", "one-node",
 ]  # fmt: skip
 
 
@@ -74,11 +74,17 @@ class Hint(Record, frozen=True, kw_only=True):
     """Cards, sockets, nodes or requests: those that are used, and all."""
     cause: HintCause | None = None
     """engine: it does not use them, or has no such feature. enough: the used ones meet the workload. layout: more of
-    them are not expected to be faster."""
+    them are not expected to be faster. vendor: one process computes on the cards of one vendor. length: all requests of
+    the usual length run, but not as many of the longest. one-node: the engine has no replicas and no launch for
+    several nodes."""
     engines: tuple[str, ...] = ()
     """Engines that would use the hardware."""
+    cpu_engines: tuple[str, ...] = ()
+    """Engines that would run the model on the CPU of the host, beside idle accelerators."""
     projects: tuple[str, ...] = ()
     """Software for the hardware that bedplate does not plan."""
+    original: str | None = None
+    """The model that the quantized weights were made from."""
     field: str | None = None
     """The field of the intent that is ignored."""
     other_field: str | None = None
@@ -97,7 +103,7 @@ class Hint(Record, frozen=True, kw_only=True):
     machines: int | None = None
     """Machines of this kind that would be enough."""
     most_tokens: int | None = None
-    """The longest request that the model supports."""
+    """The longest request that the model supports, or that the workload states."""
     remedy: Remedy | None = None
     quantization: str | None = None
     """Weights of fewer than 4 bits, or those that a higher memory limit would allow."""
@@ -173,6 +179,9 @@ class Settings(Record, frozen=True, kw_only=True):
     """Maximum length of a request: prompt and output together."""
     device: Device = "cpu"
     """The device to compute on; `cpu` if accelerators stay idle."""
+    cards: tuple[int, ...] = ()
+    """Indexes of the accelerators that it uses, in the order of its ranks, if those of the machine differ; empty: the
+    first ones."""
     threads: int | None = None
     sockets: int | None = None
     """CPU sockets that its threads run on, if there are several."""

@@ -95,9 +95,12 @@ class Accelerator(Record, frozen=True, kw_only=True):
     name: str
     vendor: Vendor
     index: int = 0
-    """The driver's index of a whole card. MIG slices are numbered after the last card."""
+    """Unique in the machine: the driver's index of a whole card, after the cards of other vendors. MIG slices are
+    numbered after the last card."""
     parent: int | None = None
     """The index of a slice's card. That card is not listed itself, as work runs only in its slices."""
+    driver_index: int | None = None
+    """The index of its own driver, if cards of other vendors are counted first; `None`: `index`."""
     uuid: str | None = None
     pci_address: str | None = None
     architecture: str | None = None
@@ -128,6 +131,13 @@ class Accelerator(Record, frozen=True, kw_only=True):
     """The most that the GPU may hold of memory that it shares with the CPU."""
     processes: tuple[GpuProcess, ...] = ()
     basis: Basis = "reported"
+
+    @property
+    def visible_name(self) -> str:
+        """What the vendor's variable for visible devices calls it: the driver's index, or the UUID of a slice."""
+        if self.parent is not None and self.uuid is not None:
+            return self.uuid
+        return str(self.index if self.driver_index is None else self.driver_index)
 
 
 class Link(Record, frozen=True, kw_only=True):

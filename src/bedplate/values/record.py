@@ -48,7 +48,9 @@ def from_json(kind: type[R], text: str | bytes, origin: str = "input") -> R:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{origin} is not a valid {kind.__name__} for this version of bedplate", cause=str(error)
+            f"{origin} is not a valid {kind.__name__} for this version of bedplate",
+            cause=str(error),
+            hint="write the file again with this version; bedplate schema describes the formats",
         ) from error
 
 

@@ -333,12 +333,24 @@ class GateSide(Record, frozen=True, kw_only=True):
     """Those of the stored baseline; `None`: those that a plan chooses."""
 
 
+class MeasuredEndpoint(Record, frozen=True, kw_only=True):
+    """An endpoint that is measured in the same rounds as engines."""
+
+    url: str
+    key_env: str | None = None
+    """The environment variable that holds its API key."""
+    served_model: str | None = None
+    """Its name for the model; `None`: the first that it lists."""
+
+
 class BenchMatrix(Record, frozen=True, kw_only=True):
     """The engines and loads that a run was asked for. It contains all that is needed to resume the run."""
 
     model: str | None = None
     """As the user named it; `None`: the built-in model."""
     engines: tuple[str, ...] = ()
+    endpoints: tuple[MeasuredEndpoint, ...] = ()
+    """Endpoints elsewhere, beside `engines`."""
     loads: tuple[Load, ...]
     url: str | None = None
     """The endpoint to measure instead of engines. `key_env` names the variable with its key."""

@@ -42,6 +42,11 @@ def format_seconds(duration_s: float) -> str:
     return f"{hours} h {minutes:02d} min" if minutes else f"{hours} h"
 
 
+def format_latency(duration_ms: float) -> str:
+    """In milliseconds, as latencies and their targets are stated; from ten seconds on in seconds, minutes or hours."""
+    return f"{format_figure(duration_ms)} ms" if duration_ms < 10_000 else format_seconds(duration_ms / 1000)
+
+
 def _format_scaled(value: float, step: float, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= step * 0.9995 and power < len(units) - 1:

@@ -22,6 +22,8 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 TraceFormat = Literal["azure", "mooncake", "sharegpt", "bedplate", "burstgpt", "bailian", "copilot"]
 ASSUMED_TTFT_S, ASSUMED_TPOT_S = 0.5, 0.03
 """Latency that is assumed before there is an estimate, and if there is none."""
+AUDIO_WINDOW_S = 30
+"""Seconds of audio that Whisper reads at once; shorter audio is padded, and longer audio is divided."""
 DEFAULT_LORA_RANK = 16
 """Rank of a LoRA adapter if none is specified."""
 

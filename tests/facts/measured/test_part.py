@@ -68,12 +68,15 @@ def test_a_part_that_hangs_is_stopped() -> None:
         run("import time; time.sleep(600)", limit_s=0.5)
 
 
-def test_an_interrupt_right_after_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("during", ["the start", "the next step"])
+def test_an_interrupt_at_the_start_leaves_no_process(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
 
     def spy(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
         started.append(real(*arguments, **options))
+        if during == "the start":
+            signal.raise_signal(signal.SIGINT)
         return started[-1]
 
     def interrupted(timer: threading.Timer) -> None:

@@ -15,7 +15,9 @@ from bedplate.errors import UsageError
 from bedplate.run.gateway import Gateway, GatewayBackend
 from bedplate.run.gateway.choosing import EXPLORE_EVERY, ChoosingRoute
 from bedplate.run.gateway.elsewhere import HOPS, MAX_HOPS, RemoteAddress, RemoteBackend, read_key
+from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.values.intent import Routing
+from bedplate.values.tenant import Tenant, digest_key
 
 from .scripted import (
     ANSWER,
@@ -149,6 +151,52 @@ async def test_answers_have_the_name_of_the_model_here() -> None:
     async with start(number=1, sent_name=["Owner/Small"]) as engines:
         engines[0].answer(make_answer({**ANSWER, "model": "Owner/Small"}))
         assert (await ask(engines)).json["model"] == "small"
+
+
+async def test_other_apis_are_translated_for_an_endpoint_that_lacks_them() -> None:
+    asked = {"model": "small", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    whole = {**ANSWER, "choices": [{"message": {"content": "Hello"}, "finish_reason": "stop"}]}
+    async with start(number=1, sent_name=["Owner/Small"], lacking_apis=[frozenset(["messages"])]) as engines:
+        client = await get_setup(engines).connect()
+        engines[0].answer(make_answer(whole))
+        answer = await client.post("/v1/messages", asked)
+        assert answer.json["content"] == [{"type": "text", "text": "Hello"}]
+        await client.post("/v1/responses", {"model": "small", "input": "hi"})
+        assert [seen.target for seen in engines[0].seen] == [CHAT, "/v1/responses"]
+        assert {seen.json["model"] for seen in engines[0].seen} == {"Owner/Small"}
+
+
+async def test_tenants_limits_and_usage_hold_for_endpoints() -> None:
+    """A model that a tenant may not use looks to it as one that does not exist, in every API."""
+    tenants = Tenant(name="alice", requests_per_minute=2), Tenant(name="bob")
+    apis: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/messages": {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]},
+        "/v1/responses": {"input": "hi", "background": True},
+        "/api/chat": {"messages": []},
+        "/api/generate": {},
+        "/api/show": {},
+    }
+    async with start(number=1, lacking_apis=[frozenset(["messages", "responses"])]) as engines:
+        setup = get_setup(engines)
+        own = setup.gateway.tenants
+        own.replace(tenants, [KeyDigest(digest_key(one.name.encode(), own.salt), one.name) for one in tenants])
+        setup.gateway.allow("small", ["alice"])
+        client = await setup.connect()
+        for path, body in apis.items():
+            hidden, absent = [
+                await client.post(path, {"model": name, **body}, authorization="Bearer bob")
+                for name in ("small", "big")
+            ]
+            assert hidden.status == absent.status == 404, path
+            assert hidden.body.replace(b"small", b"big") == absent.body, path
+        listed = await client.get("/v1/models", authorization="Bearer bob")
+        assert listed.json["data"] == [] and count(engines) == [0]
+
+        assert [(await ask(engines, authorization="Bearer alice")).status for _ in range(3)] == [200, 200, 429]
+        assert count(engines) == [2]
+        read = setup.gateway.meters.registry.get_sample_value
+        assert read("bedplate_tenant_tokens_total", {"tenant": "alice", "kind": "completion"}) == 6
 
 
 # failures

@@ -148,3 +148,9 @@ async def test_a_stream_that_breaks_ends_with_an_error() -> None:
         setup.engine.answer(make_stream(make_delta("a")).removesuffix(b"0\r\n\r\n"), End.CLOSE)
         lines = read_lines(await post(setup, "/api/chat", ASKED))
         assert lines[0]["message"]["content"] == "a" and "stopped" in lines[-1]["error"]
+
+
+async def test_a_path_of_ollama_that_is_not_served_has_an_error_in_its_format() -> None:
+    async with start_gateway() as setup:
+        answer = await post(setup, "/api/pull", {"model": "small"})
+        assert answer.status == 404 and "there is no page at /api/pull" in answer.json["error"]

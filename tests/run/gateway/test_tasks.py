@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
+from bedplate.run.gateway.tasks import read_task
+from bedplate.run.gateway.tenants import Demand
 from bedplate.values.capabilities import Capabilities
+from bedplate.values.tenant import Tenant
+from bedplate.values.traffic import ServedRequest
 
-from .scripted import make_answer, start_gateway
+from .scripted import make_answer, request, start_gateway, wait_until
 
 RERANK = {"query": "a", "documents": ["b", {"text": "c"}]}
 SCORE = {"text_1": "a", "text_2": ["b", "c"]}
@@ -69,3 +75,52 @@ async def test_model_that_generates_text_does_not_rank(path: str, body: dict[str
     async with start_gateway(capabilities=Capabilities()) as setup:
         answer = await (await setup.connect()).post(path, body)
         assert answer.status == 400 and answer.error["code"] == "unsupported_task" and not setup.engine.seen
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "tokens"),
+    [
+        ("rerank", {"query": "q" * 400, "documents": ["d" * 4, {"text": "d" * 4}] * 50}, 100 * 101),
+        ("score", {"text_1": "q" * 400, "text_2": ["d" * 4] * 100}, 100 * 101),
+        ("score", {"text_1": ["q" * 400] * 2, "text_2": ["d" * 4] * 2}, 202),
+        ("score", {"text_1": ["q" * 400], "text_2": "d" * 4}, 101),
+        ("classify", {"input": "a" * 40}, 10),
+        ("classify", {"input": ["a" * 40, "ä" * 20]}, 20),
+        ("classify", {"input": [1, 2, 3]}, 3),
+        ("classify", {"input": [[1, 2, 3], [4]]}, 4),
+    ],
+)
+def test_query_is_charged_with_each_of_its_documents(api: Any, body: dict[str, Any], tokens: int) -> None:
+    demand = read_task(api, json.dumps(body).encode(), READER)
+    assert isinstance(demand, Demand) and (demand.prompt_tokens, demand.sequences) == (tokens, 1)
+
+
+async def test_long_query_for_many_documents_uses_up_the_limit_while_it_runs() -> None:
+    async with start_gateway(capabilities=READER) as setup:
+        setup.gateway.tenants.replace([Tenant(name="default", tokens_per_minute=1_500_000)], ())
+        ends = asyncio.Event()
+        setup.engine.answer(ends, make_answer({"results": [], "usage": {"prompt_tokens": 1_010_000}}))
+        body = {"query": "q" * 4_000, "documents": ["d" * 40] * 1_000}
+        first, second = await setup.connect(), await setup.connect()
+        await first.send(request("/v1/rerank", body))
+        await setup.engine.request()
+        answer = await second.post("/v1/rerank", body)
+        assert answer.status == 429 and answer.error["code"] == "tokens_per_minute" and len(setup.engine.seen) == 1
+        ends.set()
+        assert (await first.answer()).status == 200
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["no usage", "aborted"])
+async def test_request_that_no_engine_counts_is_recorded_with_the_estimate(aborted: bool) -> None:
+    ended: list[ServedRequest] = []
+    async with start_gateway(capabilities=READER) as setup:
+        setup.gateway.seen = lambda row, content: ended.append(row)
+        never = asyncio.Event()
+        setup.engine.answer(never if aborted else make_answer({"results": []}))
+        client = await setup.connect()
+        await client.send(request("/v1/rerank", {"query": "q" * 400, "documents": ["d" * 4] * 10}))
+        if aborted:
+            await wait_until(lambda: setup.engine.seen, "the request at the engine")
+            client.reset()
+        await wait_until(lambda: ended, "the record")
+        assert ended[0].prompt_tokens == 1_010 and ended[0].outcome == ("cancelled" if aborted else "ok")

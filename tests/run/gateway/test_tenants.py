@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate import store
+from bedplate.engines.traits import RequestTraits
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.hosting.tenants import add_key, change_tenant, explain_closed, open_endpoints, revoke
 from bedplate.run.gateway import Gateway
@@ -240,6 +241,61 @@ async def test_names_of_other_tenants_models_appear_nowhere() -> None:
             assert health.status == 200 and sorted(health.json["models"]) == sorted(seen), name
             page = await client.get("/", authorization=f"Bearer {key}")
             assert [model in page.body.decode() for model in (HIDDEN, "small")] == [HIDDEN in seen, "small" in seen]
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+UNTRANSLATABLE = {"type": "document", "source": {"type": "url", "url": "http://other.example"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/completions", {"prompt": "a", "n": 1000}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [UNTRANSLATABLE]}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [UNTRANSLATABLE]}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/responses", {"input": "a", "background": True}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/rerank", {"query": "a"}),
+        ("/score", {"text_1": "a"}),
+        ("/classify", {"input": "a"}),
+        ("/tokenize", {"content": "a"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/api/chat", {}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}),
+        ("/api/generate", {"prompt": "a"}),
+        ("/api/generate", {"keep_alive": 0}),
+        ("/api/embed", {"input": "a"}),
+        ("/api/embeddings", {"prompt": "a"}),
+        ("/api/show", {}),
+        ("/v1/audio/transcriptions", None),
+    ],
+)
+@pytest.mark.parametrize("tag", ["", ":latest"])
+async def test_a_hidden_model_is_answered_like_an_unknown_one(
+    path: str, fields: dict[str, Any] | None, tag: str
+) -> None:
+    other = make_backend(1, HIDDEN)
+    other.requests = RequestTraits()  # without the other APIs: their requests are translated
+    async with start_gateway(other, api_key="sk-own", requests=RequestTraits()) as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        setup.gateway.allow(HIDDEN, ["alice"])
+        answers = []
+        for model in (HIDDEN, "no-such-model"):
+            body: Any = {**(fields or {}), "model": model + tag}
+            sent = {"authorization": "Bearer sk-of-bob"}
+            if fields is None:
+                name = FORM % (b"model", b"", (model + tag).encode())
+                body = name + FORM % (b"file", b'; filename="a.wav"', b"sound") + b"--x--\r\n"
+                sent["content_type"] = "multipart/form-data; boundary=x"
+            answer = await (await setup.connect()).post(path, body, **sent)
+            shown = answer.body.replace(model.encode(), b"MODEL")
+            answers.append((answer.status, shown, answer.headers | {"content-length": "", "date": ""}))
+        assert answers[0] == answers[1] and answers[0][0] in (400, 404)
 
 
 async def test_hidden_model_is_not_revealed_while_models_are_registered() -> None:

@@ -86,6 +86,11 @@ async def test_form_is_sent_on_and_the_answer_has_the_format_that_was_asked_for(
         (b"{}", None),
         (make_form().replace(b'name="file"; ', b""), None),
         (make_form(file=b"a", **{f"f{index}": "" for index in range(70)}), None),
+        (make_form(user="a").replace(b'"user"', b'"user"\r\nContent-Disposition: form-data; name="model"'), None),
+        (make_form(user="a").replace(b'"user"', b'"user"\nContent-Disposition: form-data; name="model"'), None),
+        (make_form(user="a").replace(b'"user"', b'"user"; name="model"'), None),
+        (make_form(user="a").replace(b'"user"', b'"us\\"er"; x="; name="model"'), None),
+        (make_form(user="a").replace(b"form-data", b"attachment"), None),
     ],
 )
 async def test_mistake_gets_400_before_an_engine_sees_it(body: bytes, param: str | None) -> None:

@@ -177,6 +177,7 @@ async def test_a_stored_or_hosted_part_of_the_responses_api_is_refused(more: dic
 def test_items_of_the_responses_api_become_messages() -> None:
     items = [
         {"role": "developer", "content": "Be brief"},
+        {"role": "user", "content": "In the town"},
         {"role": "user", "content": [{"type": "input_text", "text": "Look"}]},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
@@ -193,9 +194,8 @@ def test_items_of_the_responses_api_become_messages() -> None:
     chat = json.loads(ResponsesTranslation().to_chat(json.dumps(body).encode()))
     function = {"name": "look", "arguments": "{}"}
     assert chat["messages"] == [
-        {"role": "system", "content": "You"},
-        {"role": "system", "content": "Be brief"},
-        {"role": "user", "content": "Look"},
+        {"role": "system", "content": "You\nBe brief"},
+        {"role": "user", "content": "In the town\nLook"},
         {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [
             {"id": "a", "type": "function", "function": function},
             {"id": "b", "type": "function", "function": function}]},
@@ -207,6 +207,56 @@ def test_items_of_the_responses_api_become_messages() -> None:
     assert (chat["max_tokens"], chat["reasoning_effort"]) == (5, "low")
     assert chat["response_format"]["json_schema"] == {"name": "n", "schema": {}}
     assert chat["stream"] and chat["stream_options"] == {"include_usage": True}
+
+
+def test_only_the_first_message_is_of_the_system() -> None:
+    """Claude Code sends one after the user's; many chat templates accept none there."""
+    later = "<system-reminder>\nNow in French.\n</system-reminder>"
+    image = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "fog"}
+    told = {"role": "system", "content": [{"type": "text", "text": "Now in French."}]}
+    for content, expected in (
+        ("hi", [{"role": "user", "content": f"hi\n{later}"}]),
+        ([result], [{"role": "tool", "tool_call_id": "a", "content": "fog"}, {"role": "user", "content": later}]),
+        ([image], [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "http://a/b.png"}}, {"type": "text", "text": later}]}]),
+    ):  # fmt: skip
+        chat = to_chat({**ASKED, "system": "Be", "messages": [{"role": "user", "content": content}, told]})
+        assert chat["messages"] == [{"role": "system", "content": "Be"}, *expected]
+
+
+NAMESPACE = {"type": "namespace", "name": "agents", "description": "Agents", "tools": [
+    {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}]}  # fmt: skip
+FLAT = {"type": "function", "function": {"name": "agents__look", "parameters": {"type": "object"}, "strict": False}}
+
+
+async def test_functions_in_a_namespace_are_called_by_the_name_that_the_client_knows() -> None:
+    """As Codex declares them."""
+    call_item = {"type": "function_call", "call_id": "a", "namespace": "agents", "name": "look", "arguments": "{}"}
+    body = {"model": "small", "tools": [NAMESPACE], "tool_choice": {**call_item, "type": "function"}, "input": [
+        {"role": "user", "content": "x"}, call_item,
+        {"type": "function_call_output", "call_id": "a", "output": [
+            {"type": "input_text", "text": "fog"}, {"type": "input_image", "image_url": "data:image/png;base64,aGk="}]},
+    ]}  # fmt: skip
+    answer = {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "agents__look", "arguments": "{}"}}]}
+    async with start_gateway(requests=PLAIN) as setup:
+        setup.engine.answer(make_answer({**WHOLE, "choices": [{"message": answer, "finish_reason": "tool_calls"}]}))
+        (made,) = (await post(setup, RESPONSES, body)).json["output"]
+        assert (made["type"], made["namespace"], made["name"], made["call_id"]) == (
+            "function_call", "agents", "look", "b",
+        )  # fmt: skip
+        seen = setup.engine.seen[0].json
+        assert seen["tools"] == [FLAT] and seen["tool_choice"]["function"]["name"] == "agents__look"
+        _, said, result, shown = seen["messages"]
+        assert said["tool_calls"][0]["function"]["name"] == "agents__look" and result["content"] == "fog"
+        assert shown["role"] == "user" and shown["content"][0]["type"] == "image_url"
+
+        parts = make_event(call(0, "agents__look", "{}", "b")), make_event({}, "tool_calls"), USAGE, DONE
+        setup.engine.answer(make_stream(*parts))
+        events = read_events(await post(setup, RESPONSES, {**body, "stream": True}))
+        items = [event["item"] for event in events if event["type"].startswith("response.output_item")]
+        assert {(item["namespace"], item["name"]) for item in items} == {("agents", "look")} and len(items) == 2
+        assert events[-1]["response"]["output"] == items[1:]
 
 
 # answers
@@ -416,3 +466,61 @@ async def test_an_aborted_stream_is_counted_by_the_text_that_was_sent() -> None:
         assert prompt.json["messages"] == ASKED["messages"] and text.json["prompt"] == "Hello"
         await wait_until(lambda: setup.read_metric("tokens_total", kind="completion") == 3, "two, and one unsent")
         pause.set()
+
+
+USER = {"role": "user", "content": "a"}
+DEEP = "[" * 5_000 + "]" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, '{"messages": [{"role": "user", "content": "a"}], "metadata": 1e999}'),
+        (MESSAGES, f'{{"messages": [{{"role": "user", "content": "a"}}], "metadata": {DEEP}}}'),
+        (COUNT, '{"messages": [{"role": "user", "content": "a"}], "metadata": 1e999}'),
+        (RESPONSES, '{"input": "a", "metadata": {"x": -1e999}}'),
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": 5}]}),
+        (RESPONSES, {"input": [{"type": "reasoning", "summary": [5]}]}),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f"}],
+                     "tool_choice": {"type": "allowed_tools", "tools": [{"name": [1]}], "mode": "required"}}),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f"}],
+                     "tool_choice": {"type": "allowed_tools", "tools": [{"name": "g"}]}}),
+        ("/api/chat", '{"messages": [{"role": "user", "content": "a"}], "options": {"temperature": 1e999}}'),
+        ("/api/chat", {"messages": [{**USER, "images": 5}]}),
+        ("/api/chat", {"messages": [{**USER, "images": {"a": 1}}]}),
+        ("/api/chat", {"messages": [{"role": "user", "content": {"a": 1}}]}),
+        ("/api/generate", {"prompt": "a", "images": 5}),
+        ("/api/generate", {"prompt": {"a": 1}}),
+        ("/api/generate", {"prompt": "a", "system": 5}),
+    ],
+)  # fmt: skip
+async def test_a_field_that_cannot_be_translated_gets_400(path: str, body: dict[str, Any] | str) -> None:
+    async with start_gateway(requests=PLAIN) as setup:
+        sent = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        answer = await (await setup.connect()).post(path, sent)
+        assert answer.status == 400 and not setup.engine.seen
+        assert setup.gateway.meters.get_tenant_meter("default").ended["refused"] == 1
+
+
+@pytest.mark.parametrize("name", ["metadata", "tools"])
+async def test_no_depth_of_nesting_is_accepted_and_fails_in_the_answer(name: str) -> None:
+    deepest = 0
+    async with start_gateway(requests=PLAIN) as setup:
+        client = await setup.connect()
+        for depth in range(800, 1_000):
+            setup.engine.otherwise = (make_answer(WHOLE),)
+            nested = "[" * depth + "]" * depth
+            given = nested if name == "metadata" else f'[{{"type": "function", "name": "f", "parameters": {nested}}}]'
+            answer = await client.post(RESPONSES, f'{{"input": "a", "{name}": {given}}}'.encode())
+            assert answer.status in (200, 400), depth
+            deepest = depth if answer.status == 200 else deepest
+        assert deepest < 999 and setup.backend.health.failures == 0
+
+
+@pytest.mark.parametrize("answer", [{}, {"data": []}, {"data": [{}]}, {"data": [5]}, []])
+@pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
+async def test_an_answer_of_another_format_is_the_engines_failure(path: str, answer: Any) -> None:
+    async with start_gateway(requests=PLAIN, capabilities=Capabilities(embeddings=True)) as setup:
+        setup.engine.answer(make_answer(json.dumps(answer).encode()))
+        got = await post(setup, path, {"model": "small", "input": "a", "prompt": "a"})
+        assert got.status == 502 and "does not have the format" in got.json["error"]

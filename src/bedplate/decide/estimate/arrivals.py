@@ -19,6 +19,8 @@ class ArrivalTerms(NamedTuple):
     """Range of the requests' lengths relative to the longest. Equal requests that start together end together."""
     first_round: Any = 1.0
     """1 if the reported figure includes the first round (a mean), 0 if not (a median over many rounds)."""
+    staggered: Any = 0.0
+    """1 if the first requests of a closed loop are spread over the time of one request, 0 if they are a burst."""
 
 
 class RequestArrivals(NamedTuple):
@@ -28,12 +30,13 @@ class RequestArrivals(NamedTuple):
     rounds: float = 10.0
     spread: float = 0.0
     statistic: Literal["mean", "median"] = "mean"
+    staggered: bool = False
 
     @property
     def terms(self) -> ArrivalTerms:
         if self.process is ArrivalProcess.CLOSED:
             seen = self.statistic == "mean" or self.rounds < 3
-            return ArrivalTerms(0.0, max(1.0, self.rounds), self.spread, float(seen))
+            return ArrivalTerms(0.0, max(1.0, self.rounds), self.spread, float(seen), float(self.staggered))
         if self.process is ArrivalProcess.BURST:
             return ArrivalTerms(0.0, rounds=1.0)
         return ArrivalTerms(random=1.0)
@@ -53,8 +56,8 @@ USERS = RequestArrivals(ArrivalProcess.USERS)
 BURST = RequestArrivals(ArrivalProcess.BURST)
 USUAL_BENCHMARK = RequestArrivals(ArrivalProcess.CLOSED, spread=0.2)
 """Published closed loops: ten requests for each stream, means, lengths between 0.8 and 1 times the stated one."""
-BENCH = RequestArrivals(ArrivalProcess.CLOSED, statistic="median")
-"""`bedplate bench`: equal requests, medians over the measurement window."""
+BENCH = RequestArrivals(ArrivalProcess.CLOSED, statistic="median", staggered=True)
+"""`bedplate bench`: equal requests, medians over the measurement window, first requests spread over one request."""
 
 
 def choose_arrivals(workload: Workload) -> RequestArrivals:

@@ -32,6 +32,10 @@ PASS_TOKENS = 8192.0
 """Prompt tokens that engines put into one pass, by default or in published recipes."""
 CHANCE = 0.64
 """Factor of the variance with which the expected excess over a mean is a smooth square root."""
+ACCEPT_SHARE = 0.7
+"""Share of the time to accept a request for which the process in front of the engine is busy: parsing, tokenizing."""
+TOGETHER_FROM, SHARPNESS = 0.45, 4.0
+"""Requests whose arrivals are spread over a time stay together if all their prompts take more than this share of it."""
 OVERLAP = 3
 """Order of the norm that combines two overlapping times: the larger counts, and slightly more if they are similar."""
 
@@ -527,17 +531,23 @@ def compute_speculation(e: Any, guessing: Any) -> tuple[Any, Any]:
     return 1.0 + e.guess * guessing, (1.0 - e.accepted ** (guessing + 1.0)) / (1.0 - e.accepted)
 
 
-def compute_synchronized(e: Any, arrival: ArrivalTerms, busy: Any) -> Any:
+def compute_synchronized(e: Any, arrival: ArrivalTerms, busy: Any, queued: Any) -> Any:
     """The share of a closed loop's requests that arrive in a burst, if prompts take the share `busy` of the time.
 
     The first round is a burst. Lengths that differ then spread the arrivals of a round over an interval that grows with
     the square root of the rounds. As long as it is shorter than the time of all prompts, requests queue as in a burst.
+
+    Equal requests that do not start in a burst keep their distances, unless their prompts queue: `queued` is the time
+    of all prompts relative to the interval of the first arrivals. While prompts are computed, hardly any token is, so
+    requests whose prompts queue end together.
     """
+    gathered = 1.0 / (1.0 + (TOGETHER_FROM / queued) ** SHARPNESS)
     growth = (e.scatter * arrival.spread + e.jitter) / take_max(busy, 0.01) + 1e-3
     last = take_max(take_min(growth**-2.0, arrival.rounds - 0.5), 0.5)
     later = last - 0.5 - growth * (last**1.5 - 0.5**1.5) / 1.5
     counted = arrival.rounds - 1.0 + arrival.first_round
-    return (1.0 - arrival.random) * (arrival.first_round + e.synchronized * later) / counted
+    burst = (arrival.first_round + e.synchronized * later) / counted
+    return (1.0 - arrival.random) * (arrival.staggered * gathered + (1.0 - arrival.staggered) * burst)
 
 
 def compute_steady(
@@ -565,9 +575,12 @@ def compute_steady(
     host_s = compute_first_host_s(w, e)
     most_together = take_max(waits.pass_tokens / w.prompt, 1.0)
     together = take_max(take_min(most_together, held), 1.0)
-    burst_s = compute_burst_each_s(w, e, together, host_s)
-    # Beside the passes of the devices: sending tokens, and launching passes that are not captured.
-    beside_s = held * w.groups * e.forward_s + eager * w.layers * e.eager_layer_s
+    accept_s = ACCEPT_SHARE * e.request_s * w.groups
+    burst_s = overlap_times(compute_burst_each_s(w, e, together, host_s), accept_s)
+    # Beside the passes of the devices: accepting requests, sending tokens, and launching passes that are not captured.
+    beside_s = held * (w.groups * e.forward_s + accept_s / w.output) + eager * w.layers * e.eager_layer_s
+    alone_s = e.request_s + host_s + prompt_s + w.output * compute_decode_s(w, e, 1.0) * slower / accepted
+    queued = held * burst_s / alone_s
     batch = held
     token_s = compute_decode_s(w, e, batch)
     synchronized = 0.0
@@ -577,7 +590,8 @@ def compute_steady(
         others_s = others_s * (1.0 - synchronized * (1.0 + together / held) / 2.0)
         token_s = overlap_times(compute_decode_s(w, e, batch) * slower / accepted + others_s, beside_s)
         batch = held * w.output * token_s / (w.output * token_s + prompt_s)
-        synchronized = compute_synchronized(e, arrival, held * burst_s / (w.output * token_s + held * burst_s))
+        busy = held * burst_s / (w.output * token_s + held * burst_s)
+        synchronized = compute_synchronized(e, arrival, busy, queued)
     busy = take_min(batch / w.output * prompt_s / token_s, BUSIEST)
     # Requests that arrive between two polls are computed together and finish with their pass.
     often = own * accepted / w.output
@@ -599,7 +613,7 @@ def compute_steady(
         + (e.polled * waits.polled + e.gathered * gathered + e.balanced * balanced) * token_s * accepted
         + arrived_s
         + prompt_s * queue * busy / (1.0 - busy)
-        + e.burst * synchronized * wave_s
+        + (arrival.staggered + (1.0 - arrival.staggered) * e.burst) * synchronized * wave_s
     )
     queued_s = take_max(own / held - 1.0, 0.0) * (w.output * token_s + prompt_s)
     return first_s + queued_s, token_s, batch

@@ -42,6 +42,8 @@ class Expectation(NamedTuple):
     output_band: Band
     source: str
     """What the figures are based on, in short."""
+    accept_s: float = 0.0
+    """The part of `ttft_s` in which a single request is accepted, and nothing is computed; 0 for several requests."""
 
 
 WIDE = Band(0.5, 2.0)

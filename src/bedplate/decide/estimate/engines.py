@@ -14,6 +14,12 @@ def get_traits(engine: str) -> EstimateTraits:
     return known.estimate if known is not None else _OF_OTHERS
 
 
+def divides_by_memory(engine: str) -> bool:
+    """Whether the cards of a pipeline get layers in proportion to their memory."""
+    known = load_engines().get(engine)
+    return known is not None and known.loading.divides == "by memory"
+
+
 def get_timed_engine(engine: str) -> str:
     """The engine whose efficiencies apply: some engines are wrappers around another one."""
     known = load_engines().get(engine)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bedplate.decide.estimate import local
-from bedplate.decide.estimate.arrivals import choose_arrivals
+from bedplate.decide.estimate.arrivals import RequestArrivals, choose_arrivals
 from bedplate.decide.estimate.bands import find_bands
 from bedplate.decide.estimate.calibration import Band, Expectation, Limit, find_limit
-from bedplate.decide.estimate.engines import get_timed_engine, get_traits
+from bedplate.decide.estimate.engines import divides_by_memory, get_timed_engine, get_traits
 from bedplate.decide.estimate.local import HostWeights, LocalEstimator
-from bedplate.decide.estimate.machine import MachineRates, get_host_rates, get_machine_rates
+from bedplate.decide.estimate.machine import MachineRates, get_host_rates, get_machine_rates, get_pipeline_rates
 from bedplate.decide.estimate.physics import ModelShape, get_shape
 from bedplate.values import Estimate, Figure, Hardware, Model, Parallelism, Workload
 from bedplate.values.fit import Offload
@@ -19,6 +19,8 @@ HOST_COMPUTE_SHARE = 0.8
 """Share of the CPU kernels' rate that prompt computation reaches while the host waits for a GPU."""
 FEW = 32
 """Requests in flight on one replica; above this, no token is as fast as that of a single request."""
+BUSIEST = 0.95
+"""Upper limit of the share of time spent on the prompts of others: requests in flight wait for each other."""
 BACKENDS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "sycl"}
 
 
@@ -69,13 +71,16 @@ def compute_expectation(
     offload: Offload | None = None,
     factor: float = 1.0,
     kv_bits: float = 16.0,
+    arrivals: RequestArrivals | None = None,
 ) -> Expectation | None:
     """Times for requests of the workload's length; `None` if the machine's rates are unknown.
 
-    `factor` is the measured speed of this machine relative to the fitted efficiencies: 1.1 is 10% faster.
+    `factor` is the measured speed of this machine relative to the fitted efficiencies: 1.1 is 10% faster. `arrivals`:
+    how requests arrive, if not as the workload says.
     """
     engine = get_timed_engine(engine)
-    machine = get_machine_rates(hardware)
+    by_memory = layout.pipeline > 1 and divides_by_memory(engine)
+    machine = get_pipeline_rates(hardware) if by_memory else get_machine_rates(hardware)
     if machine.bandwidth_bytes_s <= 0 or model.task != "generate" or workload.task != "generate":
         return None
     shape = get_shape(model)
@@ -88,13 +93,13 @@ def compute_expectation(
             machine, shape, engine, layout, concurrency=workload.compute_in_flight(),
             prompt_tokens=workload.prompt_tokens,
             output_tokens=workload.output_tokens, slots=slots, cached_tokens=workload.repeated_prefix_tokens,
-            factor=factor, arrivals=choose_arrivals(workload), kv_bits=kv_bits,
+            factor=factor, arrivals=arrivals or choose_arrivals(workload), kv_bits=kv_bits,
             least_token_s=_compute_one_stream_s(engine, machine, shape, layout, workload, in_flight, kv_bits),
         )  # fmt: skip
     question = local.make_local_estimator(
         engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
         host=get_host_weights(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
-        kv_bits=kv_bits,
+        kv_bits=kv_bits, served=True,
     )  # fmt: skip
     return _expect_locally(question, workload, in_flight, max(1, slots), replicas, factor)
 
@@ -124,9 +129,13 @@ def _expect_locally(
     step = local.forward(question.profile, part.work)
     step_s = max(step.total_s, part.floor_s)
     prefill_s = question.estimate_prefill_s(prompt - cached, 1, cached)
+    accept_s = _get_accept_s(question)
     # The other requests wait while a prompt is computed, so on average every prompt delays every token.
     tpot_s = step_s + prefill_s * (resident - 1) / output
-    request_s = prefill_s + output * tpot_s
+    # A request that arrives waits for the end of a pass, which is half done on average, and for other prompts.
+    busy = min(BUSIEST, prefill_s * (resident - 1) / (output * tpot_s))
+    queued_s = (step_s + prefill_s * busy / (1 - busy)) / 2 if resident > 1 else 0.0
+    request_s = accept_s + prefill_s + output * tpot_s
     waiting_s = max(0.0, in_flight / resident - 1) * request_s
     speed = 1 / factor
     tokens = find_bands(
@@ -136,7 +145,7 @@ def _expect_locally(
     parts = step.split_by_limit()
     parts["compute"] += prefill_s * (resident - 1) / output
     return Expectation(
-        ttft_s=(prefill_s + step_s + waiting_s) * speed,
+        ttft_s=(accept_s + prefill_s + step_s + queued_s + waiting_s) * speed,
         tpot_s=tpot_s * speed,
         output_tok_s=min(replicas * resident, workload.compute_in_flight()) * output / request_s * factor,
         limit=find_limit(parts),
@@ -145,7 +154,18 @@ def _expect_locally(
         tpot_band=tokens.eighty.invert(),
         output_band=tokens.eighty,
         source=_describe_source(question, factor) + tokens.describe_distance(),
+        accept_s=accept_s * speed,
     )
+
+
+def _get_accept_s(question: LocalEstimator) -> float:
+    """Time to accept a request and to send its first token, where it was fitted: serving engines on accelerators."""
+    if question.traits.kernels != "serving" or question.machine.kind == "cpu":
+        return 0.0
+    from bedplate.decide.estimate.batching import classify_weights, get_efficiencies
+
+    weights = classify_weights(question.shape)
+    return get_efficiencies(question.engine, question.machine.family, weights).request_s
 
 
 def _describe_source(question: LocalEstimator, factor: float) -> str:

@@ -245,6 +245,8 @@ class PassWork(NamedTuple):
     launched: float
     """Layers whose kernels the host starts one by one."""
     host_s: float
+    served_s: float
+    """Host time of a server between two passes: sampling and sending the tokens of further sequences."""
     saved: float
     """Share of the time that an ideal overlap of chunks in a pipeline would save; 0 without a pipeline."""
     staged: float
@@ -285,7 +287,7 @@ def forward(profile: Profile, work: PassWork) -> Pass:
     passes = work.prompt * profile.scan + (1 - work.prompt) * profile.state
     kv_s = kv_s + work.states_s * passes
     fixed = profile.step_s + work.layers * (profile.layer_s + work.prompt * profile.eager_s)
-    fixed = fixed + work.small_kernels * profile.kernel_s
+    fixed = fixed + work.small_kernels * profile.kernel_s + work.served_s
     fixed = fixed + work.packed * work.layers * profile.packed_s + work.moe_layers * profile.moe_s
     fixed = fixed + work.recurrent * profile.state_s + work.handovers * profile.device_s
     fixed = fixed + tiled * (work.calls * profile.call_s + work.moe_layers * profile.moe_tile_s)
@@ -320,6 +322,7 @@ def count_pass_work(
     saved: float = 0.0,
     skipped: float = 0.0,
     host: HostWeights | None = None,
+    served_s: float = 0.0,
     kv_bits: float = 16.0,
 ) -> PassWork:
     """Count the work of `tokens` new tokens in `sequences`, each of which has `depth` tokens in its cache.
@@ -390,6 +393,7 @@ def count_pass_work(
         links_s=links_s,
         launched=shape.layers if launched else 0,
         host_s=_compute_host_s(host, machine, shape, tokens, touched),
+        served_s=served_s,
         saved=saved,
         staged=float(machine.consumer),
     )
@@ -542,6 +546,8 @@ class LocalEstimator(NamedTuple):
     """From this many tokens on, a library multiplies matrices; `None`: the engine's own kernels always do."""
     host: HostWeights | None = None
     kv_bits: float = 16.0
+    served: bool = False
+    """Whether requests come through the engine's server; benchmark programs neither sample nor send tokens."""
 
     @property
     def traits(self) -> EstimateTraits:
@@ -559,10 +565,22 @@ class LocalEstimator(NamedTuple):
             self.machine, self.shape, tokens=batch, sequences=batch, depth=context, tensor=self.tensor,
             pipeline=self.pipeline, matrix_ops_s=self.ops_s, expand_kv=self.traits.expands_cache, fused=self.fused,
             launched=self.traits.kernels == "eager", vectors=self.vectors, library_tokens=self.library_tokens,
-            host=self.host, kv_bits=self.kv_bits,
+            host=self.host, kv_bits=self.kv_bits, served_s=self._compute_served_s(batch),
         )  # fmt: skip
         floor = compute_decode_floor_s(self.shape, self.machine, batch, context, self.tensor, self.kv_bits)
         return PassPart(work, 1.0, floor)
+
+    def _compute_served_s(self, batch: float) -> float:
+        """Host time of the server for all sequences but the first, whose time is part of each pass's fixed cost.
+
+        The efficiencies of CPUs were fitted on servers, so they contain it.
+        """
+        traits = self.traits
+        if not self.served or batch <= 1 or self.machine.kind == "cpu":
+            return 0.0
+        vocabulary = self.shape.output_params / max(1, self.shape.hidden)
+        each_s = vocabulary * traits.sample_entry_s + min(batch, traits.most_woken) * traits.wake_s
+        return (batch - 1) * each_s
 
     def compute_seconds(self, part: PassPart) -> float:
         return max(forward(self.profile, part.work).total_s * part.times, part.floor_s)
@@ -629,6 +647,7 @@ def make_local_estimator(
     year: int | None = None,
     host: HostWeights | None = None,
     kv_bits: float = 16.0,
+    served: bool = False,
 ) -> LocalEstimator:
     """The estimator of an engine's `build`, or of a build of this year; of a current build if both are unknown."""
     known = load_engines().get(engine)
@@ -639,7 +658,7 @@ def make_local_estimator(
         chunk=chunk or get_traits(engine).chunk_tokens or MOST_CHUNK, fused=fused,
         ops_s=get_matrix_ops_s(engine, machine, shape, backend), vectors=_count_vector_tokens(engine, backend, shape),
         library_tokens=known.get_library_tokens(backend, machine.family, half, build, year) if known else None,
-        host=host, kv_bits=kv_bits,
+        host=host, kv_bits=kv_bits, served=served,
     )  # fmt: skip
 
 

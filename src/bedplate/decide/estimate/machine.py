@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 from bedplate.errors import UsageError
 from bedplate.facts.chips import Chip, find_chip, load_chips
-from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link
+from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, replace_fields
 
 # A streaming kernel reaches about this share of the data sheet's bandwidth. Fitted efficiencies refer to the data
 # sheet, so a measured value is converted to a data sheet value.
@@ -136,6 +137,7 @@ class _Memo:
 
 _machines = _Memo()
 _hosts = _Memo()
+_pipelines = _Memo()
 
 
 def get_machine_rates(hardware: Hardware) -> MachineRates:
@@ -147,16 +149,19 @@ def _compute_rates(hardware: Hardware) -> MachineRates:
     if not hardware.accelerators:
         return make_cpu_rates(hardware.cpu, hardware.memory.bandwidth_bytes_s)
     cards = hardware.accelerators
-    card = cards[0]
+    card = _find_slowest(cards)
     chip = _find_card_chip(card)
     between = [link for link in hardware.links if "host" not in (link.a, link.b)]
     near = [link for link in between if link.kind != "network"]
     fastest = max(near, key=lambda link: _get_value(link.bandwidth_bytes_s) or 0.0, default=None)
     across = next((link for link in between if link.kind == "network"), None)
-    to_host = next((link for link in hardware.links if "host" in (link.a, link.b)), None)
+    hosts = [link for link in hardware.links if "host" in (link.a, link.b)]
+    to_host = min(hosts, key=lambda link: _get_value(link.bandwidth_bytes_s) or math.inf, default=None)
     kind = get_family(chip) if chip else _get_family_by_driver(card)
     bandwidth = _get_bandwidth(card.bandwidth_bytes_s, chip)
-    ops = _add_measured_ops(hardware, dict(_get_ops(chip)) if chip else {}) or dict(_estimate_ops(kind, bandwidth))
+    ops = _add_measured_ops(hardware, card, dict(_get_ops(chip)) if chip else {}) or dict(
+        _estimate_ops(kind, bandwidth)
+    )
     return MachineRates(
         name=card.name,
         vendor=card.vendor,
@@ -362,11 +367,44 @@ def _compute_plain_ops(kind: str, chip: Chip) -> float:
     return float((peak**-2 + powered**-2) ** -0.5)
 
 
-def _add_measured_ops(hardware: Hardware, sheet: dict[str, float]) -> dict[str, float]:
+def _find_slowest(cards: Sequence[Accelerator]) -> Accelerator:
+    """The card that the others wait for."""
+    first = cards[0]
+    if all(card.name == first.name for card in cards):
+        return first
+    return min(cards, key=lambda card: _get_bandwidth(card.bandwidth_bytes_s, _find_card_chip(card)))
+
+
+def get_pipeline_rates(hardware: Hardware) -> MachineRates:
+    """The rates of a pipeline whose cards compute one after the other, each with layers in proportion to its memory."""
+    return _pipelines.get(hardware) or _pipelines.put(hardware, _blend_rates(hardware))
+
+
+def _blend_rates(hardware: Hardware) -> MachineRates:
+    cards, slowest = hardware.accelerators, get_machine_rates(hardware)
+    sizes = [card.free_bytes or card.memory_bytes or 0 for card in cards]
+    if len({card.name for card in cards}) < 2 or not all(sizes):
+        return slowest
+    each = [_compute_rates(replace_fields(hardware, accelerators=(card,))) for card in cards]
+    shares = [size / sum(sizes) for size in sizes]
+
+    def blend(rates: Sequence[float]) -> float:
+        return 1 / sum(share / rate for share, rate in zip(shares, rates, strict=True)) if all(rates) else 0.0
+
+    common = [name for name in slowest.ops_s if all(name in one.ops_s for one in each)]
+    return slowest._replace(
+        bandwidth_bytes_s=blend([one.bandwidth_bytes_s for one in each]),
+        ops_s=MappingProxyType({name: blend([one.ops_s[name] for one in each]) for name in common}),
+        core_hz=blend([one.core_hz for one in each]),
+        plain_ops_s=blend([one.plain_ops_s for one in each]),
+    )
+
+
+def _add_measured_ops(hardware: Hardware, card: Accelerator, sheet: dict[str, float]) -> dict[str, float]:
     """The data sheet's rates, completed by rates that were measured on this machine."""
     if hardware.measured is not None:
         for found in hardware.measured.matrix:
-            if found.device == "0":
+            if found.device == str(card.index):
                 sheet.setdefault(found.data_type, found.operations_s.value)
     return sheet
 

@@ -88,6 +88,7 @@ def make_replica_times(
         question = local.make_local_estimator(
             engine, get_backend(engine, machine), machine, shape, tensor=layout.tensor, pipeline=layout.pipeline,
             host=get_host_weights(hardware, shape, offload) if offload is not None and offload.host_bytes else None,
+            served=True,
         )  # fmt: skip
         found = make_unbatched_steps(question, lengths, slots=slots, batch_tokens=batch_tokens)
         spread = find_bands("batched decode", engine, machine, shape).eighty.invert()

@@ -13,9 +13,10 @@ from bedplate.decide.verify.memory import MEMORY_RULES
 from bedplate.engines import get_plan_engine, load_engines
 from bedplate.engines.base import find_cards, parse_capability
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.engines.visible import pick_cards
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.facts.known_models import apply_label
-from bedplate.values import Hardware, Launch, Model, Plan
+from bedplate.values import Accelerator, Hardware, Launch, Model, Plan
 
 __all__ = ["PlanFault", "find_first_fault", "list_faults", "list_launch_rules"]
 
@@ -55,9 +56,14 @@ def describe_launch(plan: Plan, launch: Launch, hardware: Hardware) -> PlannedLa
     engine, layout = get_plan_engine(plan), plan.parallelism
     on_cpu = plan.settings.device == "cpu"
     found = find_cards(hardware, engine.vendors) if not on_cpu else ()
-    cards = found[: layout.tensor * layout.pipeline * layout.data]
-    chip = find_accelerator_chip(cards[0]) if cards else None
-    capability = (cards[0].compute_capability or (chip.capability if chip is not None else None)) if cards else None
+    named = plan.settings.cards
+    cards = (
+        tuple(card for card in pick_cards(hardware, named) if card in found)
+        if named and not on_cpu
+        else found[: layout.tensor * layout.pipeline * layout.data]
+    )
+    weakest = min(cards, key=lambda card: _get_capability(card) or (0, 0), default=None)
+    chip = find_accelerator_chip(weakest) if weakest is not None else None
     each = min(hardware.cards_per_node, (chip.per_host if chip is not None else None) or hardware.cards_per_node)
     return PlannedLaunch(
         plan=plan,
@@ -66,10 +72,16 @@ def describe_launch(plan: Plan, launch: Launch, hardware: Hardware) -> PlannedLa
         loaded=_convert(plan),
         device=plan.settings.device,
         chip=chip,
-        capability=parse_capability(capability),
+        capability=_get_capability(weakest) if weakest is not None else None,
         cards=cards,
         hosts=-(-layout.tensor * layout.pipeline // max(1, each)) if cards else 1,
     )
+
+
+def _get_capability(card: Accelerator) -> tuple[int, int] | None:
+    """CUDA compute capability; `None` if it is unknown, or if the card has none."""
+    chip = find_accelerator_chip(card)
+    return parse_capability(card.compute_capability or (chip.capability if chip is not None else None))
 
 
 def _convert(plan: Plan) -> Model:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bedplate.engines import get_plan_engine
-from bedplate.engines.base import ComputeTarget, find_cards
+from bedplate.engines.base import ComputeTarget, find_cards, get_card_family
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.shared import name_quantization
-from bedplate.values import Model
+from bedplate.engines.visible import pick_cards, show_cards
+from bedplate.values import Accelerator, Model
 
 LEADER = "node-0"
 """Stands for the address of the first node, to ask whether an engine has a launch for several nodes."""
@@ -141,8 +142,7 @@ def check_layout_kinds(launch: PlannedLaunch) -> str | None:
 
 def check_cards(launch: PlannedLaunch) -> str | None:
     """The machine has as many accelerators as the layout needs, and the options name the same number."""
-    layout = launch.plan.parallelism
-    wanted = layout.tensor * layout.pipeline * layout.data
+    wanted = _count_ranks(launch)
     if launch.device == "cpu":
         return "the layout divides the model among accelerators, but the CPU computes" if wanted > 1 else None
     if wanted > len(launch.cards):
@@ -218,10 +218,47 @@ def check_idle_cards(launch: PlannedLaunch) -> str | None:
     on_host = bool(settings.host_expert_layers) or (placed is not None and placed < launch.model.num_layers)
     if launch.device == "cpu" or not on_host or "pipeline" not in engine.ways:
         return None
-    here = min(len(find_cards(launch.hardware, engine.vendors)), launch.hardware.cards_per_node)
-    if len(launch.cards) < here:
+    family = get_card_family(launch.cards[0]) if launch.cards else ""
+    cards = [
+        card
+        for card in find_cards(launch.hardware, engine.vendors)
+        if get_card_family(card) == family and card.unified_memory == launch.cards[0].unified_memory
+    ]
+    here = min(len(cards), launch.hardware.cards_per_node)
+    others = [card for card in cards if card not in launch.cards]
+    # A card with less memory than the others may be left out: experts are divided evenly.
+    least = min((_get_memory(card) for card in launch.cards), default=0)
+    if len(launch.cards) < here and any(_get_memory(card) >= least for card in others):
         return f"weights are in host memory while {here - len(launch.cards)} of {here} accelerators are idle"
     return None
+
+
+def _get_memory(card: Accelerator) -> int:
+    return (card.free_bytes if card.free_bytes is not None else card.memory_bytes) or 0
+
+
+def check_named_cards(launch: PlannedLaunch) -> str | None:
+    """A plan for some of the machine's accelerators names as many as its layout has, all of one vendor, and its process
+    sees these and no others."""
+    named, settings = launch.plan.settings.cards, launch.plan.settings
+    if not named:
+        return None
+    wanted, found = _count_ranks(launch), pick_cards(launch.hardware, named)
+    if len(set(named)) != wanted:
+        return f"the plan names {len(set(named))} accelerators for a layout of {wanted}"
+    if len(found) < len(named):
+        missing = sorted(set(named) - {card.index for card in found})
+        return f"the machine has no accelerator {', '.join(map(str, missing))}"
+    if len({get_card_family(card) for card in found}) > 1:
+        return "one process does not compute on accelerators of different vendors"
+    shown = show_cards(settings.device, found)
+    wrong = [name for name, value in shown.items() if launch.launch.env.get(name) != value]
+    return f"{wrong[0]} does not name the accelerators of the plan" if wrong else None
+
+
+def _count_ranks(launch: PlannedLaunch) -> int:
+    layout = launch.plan.parallelism
+    return layout.tensor * layout.pipeline * layout.data
 
 
 def check_adapters(launch: PlannedLaunch) -> str | None:
@@ -282,6 +319,7 @@ GENERAL_RULES = (
     LaunchRule("launch.port", "RFC 6335, section 6", check_port),
     LaunchRule("layout.kinds", OPTIONS, check_layout_kinds),
     LaunchRule("layout.cards", OPTIONS, check_cards),
+    LaunchRule("layout.visible-cards", "the vendors' variables for visible devices", check_named_cards),
     LaunchRule("layout.hosts", OPTIONS, check_hosts, "an engine that has a launch for several nodes"),
     LaunchRule("layout.heads", DIVISION, check_heads),
     LaunchRule("layout.width", DIVISION, check_widths),

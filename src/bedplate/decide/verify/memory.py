@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bedplate.engines import Engine, get_plan_engine
-from bedplate.engines.base import RESERVED_SHARE
+from bedplate.engines.base import LIMITED_VENDORS, RESERVED_SHARE
 from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.values import Accelerator, Model, Settings
@@ -150,7 +150,9 @@ def _get_free_bytes(card: Accelerator) -> int | None:
 
 def _get_limit(launch: PlannedLaunch, engine: Engine, card: Accelerator) -> float | None:
     """What the engine may use of this card: the share of its option, of the total or of what is free."""
-    free = _get_free_bytes(card)
+    free: float | None = _get_free_bytes(card)
+    if free is not None and card.unified_memory and card.vendor not in LIMITED_VENDORS:
+        free *= 1 - RESERVED_SHARE  # the system runs in the same memory
     share = launch.options.get(engine.launch_options.share or "")
     if free is None or not share or engine.loading.share_covers != "everything":
         return free

@@ -105,6 +105,8 @@ class MistralRsBackend(SequentialBackend):
     def admit(self, request: GenerationRequest) -> None:
         if request.seed is not None and request.temperature > 0:
             raise BackendError("mistral.rs does not support seed", "seed")
+        if not request.text:  # it reads text only, and fails on an empty one
+            raise BackendError("the prompt is empty, or its token ids are not in the vocabulary", "prompt")
         super().admit(request)
 
     def stream(self, request: GenerationRequest) -> Iterator[Piece]:

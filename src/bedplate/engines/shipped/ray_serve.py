@@ -266,8 +266,9 @@ def main() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         agent = probe.getsockname()[1]
-    # Files of an earlier run would report this one as ready.
-    for mark in (up, ready):
+    # Files of an earlier run would report this one as ready. The last is Ray's own: as long as a raylet of the lost
+    # cluster has not ended, Ray 2.60 would take the cluster at this address for running, and refuse to start.
+    for mark in (up, ready, up.with_name("ray_current_cluster")):
         mark.unlink(missing_ok=True)
     head = subprocess.Popen([*start, *config["head"], "--dashboard-agent-listen-port", str(agent)])
     _wait_for_port(config["address"], head)

@@ -2,7 +2,8 @@
 """`transformers` with its own options; as a server it accepts any model name for its one model.
 
 The original server rejects requests without the model's path, and its streams lack the final `[DONE]` event.
-Transcriptions are in transformers_speech.py. Runs in the engine's environment and depends only on transformers.
+Transcriptions are in transformers_speech.py, and LoRA adapters in transformers_adapters.py. Runs in the engine's
+environment and depends only on transformers.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
     from transformers.cli.serving.transcription import TranscriptionHandler
     from transformers.cli.serving.utils import BaseHandler
     from transformers.cli.transformers import app
+    from transformers_adapters import serve_adapters, take_options
     from transformers_speech import handle_transcription
 
     resolve = BaseHandler._resolve_model
@@ -46,6 +48,8 @@ def main() -> None:
     for module in (chat_completion, completion):
         module.StreamingResponse = wrap_response(module.StreamingResponse)
     TranscriptionHandler.handle_request = handle_transcription
+    if (options := take_options()).max_loras:
+        serve_adapters(options)
     # Its list of models fails if the hub cache does not exist.
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     app()

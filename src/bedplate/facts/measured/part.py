@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import IO, TypeVar, cast
 
 from bedplate.errors import ExternalFailure
+from bedplate.interrupts import defer_interrupts
 from bedplate.values import Record, from_json
 
 R = TypeVar("R", bound=Record)
@@ -42,7 +43,8 @@ def run_part(
     alarm.daemon = True
     with tempfile.TemporaryFile() as errors:
         try:
-            process = _start(_make_command(name), errors)
+            with defer_interrupts():
+                process = _start(_make_command(name), errors)
             alarm.start()
             answer = _exchange_messages(process, msgspec.json.encode(request), update or (lambda done: None))
             code = process.wait()

@@ -55,6 +55,11 @@ class LoadTarget(Record, frozen=True, kw_only=True):
         return f"{self.scheme}://{self.authority}{self.prefix}"
 
     @property
+    def name(self) -> str:
+        """The URL without its scheme, which names the endpoint in tables."""
+        return f"{self.authority}{self.prefix}"
+
+    @property
     def authority(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         usual = 443 if self.scheme == "https" else 80

@@ -98,6 +98,8 @@ class GatewayBackend:
         self.context_tokens: int | None = None
         self.requests: RequestTraits | None = None
         """How the engine handles what changes the cost of a request; `None`: not known."""
+        self.lacking_apis: frozenset[str] = frozenset()
+        """The other APIs that it does not have, where `requests` is not known."""
         self.capabilities: Capabilities | None = None
         """What its requests may ask for; `None`: not known."""
         self.find_mistake: Callable[[str], KnownMistake | None] | None = None
@@ -141,7 +143,7 @@ class GatewayBackend:
         self._state = state
         if state == "ready":
             self.health = Health()
-        self._notify()
+        self.notify()
 
     @property
     def share(self) -> float:
@@ -153,7 +155,7 @@ class GatewayBackend:
         if not 0 <= share < float("inf"):
             raise ValueError(f"a share must be 0 or more, not {share}")
         self._share = share
-        self._notify()
+        self.notify()
 
     @property
     def takes_new(self) -> bool:
@@ -193,7 +195,8 @@ class GatewayBackend:
         done = f" ({self.progress:.0%})" if self.progress is not None else ""
         return f"{self.engine} is still loading {self.model}{f' ({phase})' if phase is not None else done}"
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Says that the state, the share or what it supports has changed."""
         if self.changed is not None:
             self.changed(self)
         for one in self.followers:

@@ -24,7 +24,7 @@ _FORWARDED = frozenset(
     b"accept user-agent traceparent tracestate x-request-id anthropic-version anthropic-beta openai-beta".split()
 )
 """Only these headers of a client leave the machine: others may contain its keys."""
-_LOCAL_SUFFIXES = (".local", ".lan", ".internal", ".localhost")
+_LOCAL_SUFFIXES = (".local", ".lan", ".internal", ".localhost", ".svc")
 _HINT = "for example https://gpu-1.example.com/v1, or http://127.0.0.1:9000"
 _OWN_FAILURES = {
     401: "rejected the API key",
@@ -120,12 +120,24 @@ def read_key(key_env: str | None, address: RemoteAddress, field: str = "key_env"
             f"{field}: the key in {key_env} has characters that are invalid in an HTTP header",
             hint="check for a space or a line break",
         )
+    check_encryption(address, field)
+    return key
+
+
+def check_address(url: str, key_env: str | None) -> None:
+    """Raises `UsageError` for what a gateway would refuse at its start, wherever that is."""
+    address = RemoteAddress.from_url(url)
+    if key_env is not None:
+        check_encryption(address)
+
+
+def check_encryption(address: RemoteAddress, field: str = "key_env") -> None:
+    """Raises `UsageError` if a key must not be sent there."""
     if not address.secure and not address.is_private:
         raise UsageError(
             f"{field}: the key would be sent unencrypted to {address.host}",
             hint="use https; http with a key is accepted within a private network only",
         )
-    return key
 
 
 class RemoteBackend(GatewayBackend):

@@ -613,7 +613,10 @@ class GatewayExchange(msgspec.Struct, eq=False):
             return 0  # it was never sent
         if not self._is_counted(outcome):
             self._uncounted = self._api in GENERATING or self._api == "embeddings"
-            return None
+            if self._uncounted:
+                return None
+            self._usage.prompt_tokens = self._demand.prompt_tokens  # an estimate: no tokenizer counts these requests
+            return self._usage.prompt_tokens
         usage, choices = self._usage, self._demand.choices
         if self._usage_adds and choices > 1:  # a prompt is processed once for all of its choices
             usage.prompt_tokens = (usage.prompt_tokens or 0) // choices

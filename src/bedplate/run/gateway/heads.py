@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NOT_FORWARDED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer upgrade http2-settings"
     b" transfer-encoding content-length server date expect host authorization x-api-key accept-encoding cookie"
-    b" content-type origin".split()
+    b" content-type content-encoding origin".split()
 )
 _SENT_HEAD = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?=\r\n)", re.IGNORECASE)

@@ -15,6 +15,7 @@ import msgspec
 
 from bedplate._version import __version__
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.errors import encode_error_at
 from bedplate.run.gateway.translate import ollama_pages
 from bedplate.run.log_text import clean_line
 from bedplate.values.tenant import DEFAULT_TENANT
@@ -121,7 +122,9 @@ def _find_page(gateway: Gateway, path: str, request: ClientRequest) -> PageAnswe
     known = path.encode()
     if path == OLLAMA_SHOW or path in gateway.actions or known in sse.APIS or known in sse.TRANSLATED:
         return _reject_method(path, method, "POST")
-    return respond_error(404, f"there is no page at {path}; / lists the endpoints", "not_found")
+    message = f"there is no page at {path}; / lists the endpoints"
+    body = encode_error_at(known, 404, message, "invalid_request_error", "not_found")
+    return PageResponse(body, "application/json", {}, 404)
 
 
 def _run_action(gateway: Gateway, action: Action, request: ClientRequest) -> PageResponse:
@@ -316,12 +319,16 @@ def _describe_model(route: Route) -> dict[str, object]:
     }
 
 
-def write_curl_command(url: str, needs_key: bool) -> str:
-    """A complete command; `max_tokens` is set since a small model may not end its answer by itself."""
-    key = "-H 'authorization: Bearer YOUR-KEY' " if needs_key else ""
+def write_curl_command(url: str, needs_key: bool, model: str | None = None) -> str:
+    """A complete command, in lines that fit a terminal of 80 columns. `max_tokens` is set since a small model may not
+    end its answer by itself."""
+    named = f'"model":"{model}",\n       ' if model is not None else ""
+    key = "  -H 'authorization: Bearer YOUR-KEY' \\\n" if needs_key else ""
     return (
-        f"curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n"
-        """     -d '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"max_tokens":100}'"""
+        f"curl {url}/v1/chat/completions \\\n{key}"
+        "  -H 'content-type: application/json' \\\n"
+        f"""  -d '{{{named}"messages":[{{"role":"user","content":"Why is the sky blue?"}}],\n"""
+        """       "max_tokens":100}'"""
     )
 
 

@@ -18,7 +18,6 @@ import msgspec
 
 from bedplate import store
 from bedplate.errors import ExternalFailure
-from bedplate.home import make_disk_failure
 from bedplate.run.gateway.tenants import KeyDigest
 from bedplate.usage_store import TenantRows, open_usage_store
 from bedplate.values.tenant import Tenant
@@ -27,7 +26,9 @@ from bedplate.values.traffic import ServedRequest
 if TYPE_CHECKING:
     from bedplate.run.gateway.shared_limits import SharedLimits
 
-WRITE_EVERY_S = 0.5
+WRITE_EVERY_S = 0.25
+"""A killed gateway loses at most the last second, also where a write itself takes half of that."""
+CHECK_EVERY_S = 0.5
 MOST_PENDING = 50_000
 """Limit of the requests that wait to be written; further ones are counted and not written."""
 KEEP_DAYS = 30
@@ -81,7 +82,9 @@ class RequestRecorder:
         self._content_bytes = 0
         self._failing = False
         self._writer = self._usage.make_writer()
-        """Used by the thread only."""
+        """Used by the thread, except `keep`."""
+        self._batching = threading.Lock()
+        """Held for microseconds, so that each noted request is in the batch that follows."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -126,7 +129,9 @@ class RequestRecorder:
         if len(self._pending) >= MOST_PENDING:
             self.lost += 1
         else:
-            self._pending.append(request)
+            with self._batching:
+                self._writer.keep(request)
+                self._pending.append(request)
 
     def add_content(self, request: ServedRequest, words: RequestContent) -> None:
         if self._content_bytes < MOST_CONTENT_BYTES:
@@ -143,11 +148,16 @@ class RequestRecorder:
     # called in its own thread
 
     def _run_thread(self) -> None:
-        fold_at = time.monotonic() + FOLD_EVERY_S / 10
+        fold_at, check_at = time.monotonic() + FOLD_EVERY_S / 10, 0.0
+        self._check_for_changes()  # it connects: the first record must not wait for that
+        with contextlib.suppress(ExternalFailure):
+            self._writer.recover()
         while not self._stopping:
             self._wake.wait(WRITE_EVERY_S)
             self._write()
-            self._check_for_changes()
+            if time.monotonic() >= check_at:
+                self._check_for_changes()
+                check_at = time.monotonic() + CHECK_EVERY_S
             if time.monotonic() > fold_at:
                 fold_at = time.monotonic() + FOLD_EVERY_S
                 with contextlib.suppress(ExternalFailure):
@@ -157,8 +167,12 @@ class RequestRecorder:
 
     def _write(self) -> None:
         batch = []
-        while self._pending:
-            batch.append(self._pending.popleft())
+        if self._pending:
+            self._writer.prepare()
+            with self._batching:
+                self._writer.seal()
+                while self._pending:
+                    batch.append(self._pending.popleft())
         if batch:
             try:
                 self._writer.add(batch)
@@ -247,7 +261,8 @@ def _create_private_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise make_disk_failure(error, folder) from error
+        hint = "choose a folder that you may write to, or leave out --log-content"
+        raise ExternalFailure(f"cannot write to {folder}", cause=error.strerror or str(error), hint=hint) from error
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -118,6 +118,8 @@ class _MessagesTool(msgspec.Struct):
 class _ResponsesTool(msgspec.Struct):
     type: str
     name: str | None = None
+    tools: list[_ResponsesTool] = []
+    """Of a namespace."""
 
 
 class _ToolChoice(NamedTuple):
@@ -304,10 +306,11 @@ def _read_tools(api: Api, tools: msgspec.Raw) -> tuple[set[str], int]:
             names = [tool.name for tool in _decode_messages_tools(tools)]
             return set(names), len(names)
         if api == "responses":
-            found = _decode_responses_tools(tools)
+            listed = _decode_responses_tools(tools)
+            found = [inner for tool in listed for inner in (tool, *(tool.tools if tool.type == "namespace" else ()))]
             if any(tool.type == "function" and not tool.name for tool in found):
                 raise RequestMistake("a function in tools has no name", "invalid_tools", "tools")
-            return {tool.name for tool in found if tool.type == "function" and tool.name}, len(found)
+            return {tool.name for tool in found if tool.type == "function" and tool.name}, len(listed)
         names = [tool.function.name for tool in _decode_chat_tools(tools)]
         return set(names), len(names)
     except _UNREADABLE as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
 
 from bedplate.run.gateway import sse
-from bedplate.run.gateway.tenants import Demand, Rejection
+from bedplate.run.gateway.tenants import BYTES_PER_TOKEN, Demand, Rejection
 from bedplate.values.capabilities import Capabilities
 
 MAX_TEXTS = 2048
@@ -61,4 +62,23 @@ def read_task(api: sse.Api, body: bytes, known: Capabilities | None) -> Demand |
             return Rejection(400, message, "invalid_request", 0, "text_1")
     if api == "score" and isinstance(found.text_1, list) and isinstance(found.text_2, str) and len(found.text_1) > 1:
         return Rejection(400, "text_2 must have as many texts as text_1", "invalid_request", 0, "text_2")
-    return Demand(1, 1, None, 0)
+    return Demand(1, 1, _estimate_tokens(found), 0)
+
+
+def _estimate_tokens(asked: _Rerank | _Score | _Classify) -> int:
+    """About how many tokens are computed: a query once for each of its documents."""
+    if isinstance(asked, _Classify):
+        texts = [asked.input] if isinstance(asked.input, str) else asked.input
+        ids = sum(1 if isinstance(one, int) else len(one) for one in texts if not isinstance(one, str))
+        return ids + _count_bytes(one for one in texts if isinstance(one, str)) // BYTES_PER_TOKEN
+    if isinstance(asked, _Rerank):
+        queries, texts = [asked.query], [one if isinstance(one, str) else one.text for one in asked.documents]
+    else:
+        queries = [asked.text_1] if isinstance(asked.text_1, str) else asked.text_1
+        texts = [asked.text_2] if isinstance(asked.text_2, str) else asked.text_2
+    times = len(texts) if len(queries) == 1 else 1
+    return (times * _count_bytes(queries) + _count_bytes(texts)) // BYTES_PER_TOKEN
+
+
+def _count_bytes(texts: Iterable[str]) -> int:
+    return sum(len(one.encode()) for one in texts)

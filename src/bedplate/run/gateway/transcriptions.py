@@ -25,8 +25,12 @@ MAX_PARTS = 64
 _BOUNDARY = re.compile(
     rb"multipart/form-data[^\r\n]*;[ \t]*boundary=(?:\"([^\"]{1,70})\"|([^\s;\"]{1,70}))", re.IGNORECASE
 )
-_NAME = re.compile(rb';[ \t]*name="([^"\r\n]*)"', re.IGNORECASE)
-_FILENAME = re.compile(rb";[ \t]*filename\*?=", re.IGNORECASE)
+_DISPOSITION = re.compile(rb"\ncontent-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE)
+_FORM_DATA = re.compile(
+    rb"""[ \t]*form-data[ \t]*;[ \t]*name=(?:"([^"\\]*)"|([^\s;"\\]+))"""
+    rb"""([ \t]*;[ \t]*filename=(?:"(?:[^"\\]|\\.)*"|[^\s;"\\]+))?([ \t]*;[ \t]*filename\*=[^\s;"]+)?[ \t]*""",
+    re.IGNORECASE,
+)
 _ASKED: dict[str, bytes] = {"text": b"json", "srt": b"verbose_json", "vtt": b"verbose_json"}
 """What an engine is asked for instead of these formats."""
 
@@ -149,17 +153,17 @@ def _read_parts(content_type: bytes, body: bytes) -> dict[str, FormPart]:
         head_end, end = body.find(b"\r\n\r\n", at), body.find(b"\r\n" + mark, at)
         if not body.startswith(b"\r\n", at) or not 0 <= head_end < end:
             raise invalid
-        disposition = next(
-            (line for line in body[at + 2 : head_end].split(b"\r\n") if line[:20].lower() == b"content-disposition:"),
-            b"",
-        )
-        name = _NAME.search(disposition)
-        if name is None:
+        head = body[at : head_end + 2]
+        # Readers of forms differ in what they make of two names or of odd line ends: an engine could find another field
+        # than the one that is checked here.
+        dispositions = _DISPOSITION.findall(head)
+        name = _FORM_DATA.fullmatch(dispositions[0]) if len(dispositions) == 1 else None
+        if name is None or head.count(b"\n") != head.count(b"\r\n") or head.count(b"\r") != head.count(b"\n"):
             raise invalid
-        field = name[1].decode("utf-8", "replace")
+        field = (name[1] or name[2] or b"").decode("utf-8", "replace")
         if field in parts and not field.endswith("[]"):
             raise RequestMistake(f"the form has the field {field[:40]!r} twice", "bad_body", field[:40])
-        parts[field] = FormPart(head_end + 4, end, _FILENAME.search(disposition) is not None)
+        parts[field] = FormPart(head_end + 4, end, bool(name[3] or name[4]))
         at = end + 2
     raise RequestMistake(f"the form has more than {MAX_PARTS} fields", "bad_body")
 

@@ -72,6 +72,7 @@ class EngineAnswer(msgspec.Struct):
     """Of such an event."""
 
 
+_SPARE_LEVELS = 32
 decode_answer = msgspec.json.Decoder(EngineAnswer).decode
 
 
@@ -102,7 +103,11 @@ def read_object(text: str) -> dict[str, Any]:
 
 def decode_body(body: bytes) -> dict[str, Any]:
     """The body of a request. Its fields were checked as far as all APIs have them."""
-    value = msgspec.json.decode(body)
+    # What is nested almost too deeply to be decoded could not be encoded as a part of the translation or the answer.
+    levels = _SPARE_LEVELS if body.count(b"[") + body.count(b"{") > _SPARE_LEVELS else 0
+    value = msgspec.json.decode(b"[" * levels + body + b"]" * levels)
+    for _ in range(levels):
+        (value,) = value
     if not isinstance(value, dict):
         raise make_mistake("the body must be a JSON object", "body")
     return value
@@ -134,6 +139,30 @@ def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
+
+
+def arrange_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with one of the system, at the beginning, and one of the user at a time.
+
+    Many chat templates accept nothing else. A later one of the system stays where it is, as a marked part of the
+    user's, so that no prefix of the prompt changes.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        if message["role"] == "system" and last and last["role"] != "system":
+            text = join_parts(_list_parts(message))
+            message = {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+        if message["role"] in ("system", "user") and last.get("role") == message["role"]:
+            found[-1] = {**last, "content": join_parts([*_list_parts(last), *_list_parts(message)])}
+        else:
+            found.append(message)
+    return found
+
+
+def _list_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def copy_fields(source: dict[str, Any], target: dict[str, Any], *names: str) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from bedplate.run.gateway.backend import GatewayBackend
     from bedplate.run.gateway.exchange import GatewayExchange
     from bedplate.run.gateway.pages import PendingPage
+    from bedplate.run.gateway.routes import Route
+    from bedplate.run.gateway.tenants import TenantState
 
 _CHAT = b"/v1/chat/completions"
 _STREAM_TYPE = b"text/event-stream; charset=utf-8"
@@ -85,9 +87,11 @@ def answer_translated(connection: ClientConnection, request: ClientRequest) -> N
 
 
 def has_api(backend: GatewayBackend, path: bytes) -> bool:
-    """Whether requests to this path pass as they are. An engine that states nothing gets them."""
+    """Whether requests to this path pass as they are. An engine of which nothing is known gets them."""
     api = NATIVE.get(path)
-    return api is not None and (backend.requests is None or api in backend.requests.apis)
+    if api is None:
+        return False
+    return api not in backend.lacking_apis if backend.requests is None else api in backend.requests.apis
 
 
 class TranslatedHead(RequestHead):
@@ -138,15 +142,12 @@ class TranslatedConnection(ClientConnection):
         """No engine has this API, except Ollama, which has OpenAI's as well: the request becomes one of OpenAI's."""
         request, head = self._request, self._head
         try:
-            request.body = translation.to_chat(request.body)
+            request.body = self._translate(request.body)
         except RequestMistake as mistake:
             self._reject_mistake(mistake)
             return
-        except sse.UNREADABLE as error:
-            self._reject_mistake(RequestMistake(f"the request body is not valid: {error}", "bad_body"))
-            return
         name = translation.name
-        if (route := self._gateway.find_route(find_name(name))) is not None and self._gateway.find_route(name) is None:
+        if (route := self._find_route(find_name(name))) is not None and self._find_route(name) is None:
             request.body = sse.set_model(request.body, route.model)
         if self._api == "chat" and not translation.has_prompt and route is not None:
             self.respond(200, translation.write_loaded())
@@ -154,8 +155,17 @@ class TranslatedConnection(ClientConnection):
         head.target, head.client, self._is_translated = translation.target, None, True
         self._answer(request, from_loop=True)
 
+    @property
+    def _tenant(self) -> TenantState:
+        return self._request.member or self._gateway.tenants.default
+
+    def _find_route(self, model: str | None) -> Route | None:
+        """The route of a model that this tenant may use: others must look as if they did not exist."""
+        route = self._gateway.find_route(model)
+        return route if route is not None and route.may_be_used_by(self._tenant) else None
+
     def _reject_mistake(self, mistake: RequestMistake) -> None:
-        member, size = self._request.member or self._gateway.tenants.default, len(self._request.body)
+        member, size = self._tenant, len(self._request.body)
         self._gateway.record_rejection(None, member, self._api, None, size, 400, mistake.code, "refused")
         kind = "invalid_request_error"
         self.respond(400, encode_error(self._api, 400, mistake.message, kind, mistake.code, mistake.param))
@@ -164,7 +174,7 @@ class TranslatedConnection(ClientConnection):
         """What cannot be translated, if an engine of the model may need it. Other mistakes are found later."""
         try:
             asked = sse.read_request_fields(self._request.body)
-            route = self._gateway.find_route(asked.model)
+            route = self._find_route(asked.model)
             check_request(sse.CHECKED_AS.get(self._head.path, self._api), asked, None)
         except (*sse.UNREADABLE, RequestMistake):
             return None
@@ -178,7 +188,10 @@ class TranslatedConnection(ClientConnection):
 
     def _translate(self, body: bytes) -> bytes:
         if self._ready is None or self._ready[0] is not body:
-            self._ready = body, self._translation.to_chat(body)
+            try:
+                self._ready = body, self._translation.to_chat(body)
+            except sse.UNREADABLE as error:
+                raise RequestMistake(f"the request body is not valid: {error}", "bad_body") from None
         return self._ready[1]
 
     def prepare_for(self, backend: GatewayBackend, body: bytes) -> bytes:

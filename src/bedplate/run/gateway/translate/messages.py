@@ -15,6 +15,7 @@ from bedplate.run.gateway.translate.chat import (
     ChatChoice,
     ChatMessage,
     EngineAnswer,
+    arrange_messages,
     copy_fields,
     count_uncached,
     decode_answer,
@@ -56,7 +57,7 @@ class MessagesTranslation:
 
     def to_chat(self, body: bytes) -> bytes:
         given = decode_body(body)
-        chat: dict[str, Any] = {"messages": _read_messages(given)}
+        chat: dict[str, Any] = {"messages": arrange_messages(_read_messages(given))}
         copy_fields(given, chat, "model", "max_tokens", "temperature", "top_p", "top_k", "stream")
         if stops := given.get("stop_sequences"):
             chat["stop"] = stops

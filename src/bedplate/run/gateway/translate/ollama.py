@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 from datetime import UTC, datetime
 from time import monotonic_ns
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -42,6 +42,17 @@ _LOADING_OPTIONS = frozenset([
 ])  # fmt: skip
 """Options for loading a model, which bedplate has loaded: they have no effect."""
 _MEDIA_TYPES = {b"\xff\xd8": "image/jpeg", b"\x89P": "image/png", b"GI": "image/gif", b"RI": "image/webp"}
+
+
+class _VectorRow(msgspec.Struct):
+    embedding: Any
+
+
+class _VectorRows(msgspec.Struct):
+    data: Annotated[list[_VectorRow], msgspec.Meta(min_length=1)]
+
+
+_decode_vectors = msgspec.json.Decoder(_VectorRows).decode
 
 
 class OllamaTranslation:
@@ -207,7 +218,7 @@ class EmbedTranslation(OllamaTranslation):
         return given.get("input")
 
     def write_whole(self, body: bytes, usage: TokenUsage) -> bytes:
-        vectors = [row["embedding"] for row in msgspec.json.decode(body)["data"]]
+        vectors = [row.embedding for row in _decode_vectors(body).data]
         took_ns = monotonic_ns() - self._started_ns
         times = {"total_duration": took_ns, "load_duration": 0, "prompt_eval_count": usage.prompt_tokens or 0}
         return msgspec.json.encode({"model": self.name, "embeddings": vectors, **times})
@@ -220,7 +231,7 @@ class OldEmbedTranslation(EmbedTranslation):
         return read_text(given.get("prompt"), "prompt")
 
     def write_whole(self, body: bytes, usage: TokenUsage) -> bytes:
-        return msgspec.json.encode({"embedding": msgspec.json.decode(body)["data"][0]["embedding"]})
+        return msgspec.json.encode({"embedding": _decode_vectors(body).data[0].embedding})
 
 
 def _encode(line: dict[str, Any]) -> bytes:
@@ -233,7 +244,8 @@ def _read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     open_calls: list[tuple[str, str]] = []
     for place, message in enumerate(given):
         where = f"messages[{place}]"
-        made: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
+        content = read_text(message.get("content") or "", where)
+        made: dict[str, Any] = {"role": message.get("role"), "content": content}
         if message.get("thinking"):
             made["reasoning_content"] = message["thinking"]
         if calls := message.get("tool_calls"):
@@ -256,6 +268,8 @@ def _read_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             open_calls.remove(found)
             made["tool_call_id"] = found[1]
         if images := message.get("images"):
+            if not isinstance(images, list):
+                raise make_mistake(f"{where}.images must be a list", where)
             part = {"type": "text", "text": made["content"]}
             made["content"] = [*(_read_image(one, where) for one in images), part]
         messages.append(made)

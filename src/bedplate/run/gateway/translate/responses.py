@@ -16,6 +16,7 @@ from bedplate.run.gateway.translate.chat import (
     ChatMessage,
     ChatToolCall,
     EngineAnswer,
+    arrange_messages,
     copy_fields,
     decode_answer,
     decode_body,
@@ -46,6 +47,8 @@ class ResponsesTranslation:
 
     def __init__(self) -> None:
         self._given: dict[str, Any] = {}
+        self._namespaces: dict[str, dict[str, Any]] = {}
+        """For each function that the engine gets of a namespace: the name and the namespace that the client knows."""
         self.restart()
 
     def restart(self) -> None:
@@ -74,14 +77,14 @@ class ResponsesTranslation:
             raise make_unsupported("truncation auto is not supported; shorten the input", "truncation")
         if given.get("top_logprobs"):
             raise make_unsupported("top_logprobs is not supported here; use /v1/chat/completions", "top_logprobs")
-        chat: dict[str, Any] = {"messages": _read_input(given)}
+        chat: dict[str, Any] = {"messages": arrange_messages(_read_input(given))}
         copy_fields(given, chat, "model", "temperature", "top_p", "stream", "user")
         if given.get("max_output_tokens") is not None:
             chat["max_tokens"] = given["max_output_tokens"]
         if given.get("stream"):
             chat["stream_options"] = {"include_usage": True}
         if tools := read_list(given.get("tools") or [], "tools"):
-            chat["tools"] = [_read_tool(tool) for tool in tools]
+            chat["tools"] = self._read_tools(tools)
             _read_choice(given.get("tool_choice"), chat)
             if given.get("parallel_tool_calls") is False:
                 chat["parallel_tool_calls"] = False
@@ -91,6 +94,21 @@ class ResponsesTranslation:
         if isinstance(text, dict) and isinstance(text.get("format"), dict):
             _read_format(text["format"], chat)
         return msgspec.json.encode(chat)
+
+    def _read_tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The functions; those in a namespace get names that have it, which their calls lose again."""
+        found = []
+        for tool in tools:
+            if tool.get("type") != "namespace":
+                found.append(_read_tool(tool))
+                continue
+            for inner in read_list(tool.get("tools"), "tools"):
+                function = _read_tool(inner)
+                name = _join_name(tool.get("name"), inner.get("name"), "tools")
+                self._namespaces[name] = {"name": inner.get("name"), "namespace": tool.get("name")}
+                function["function"]["name"] = name
+                found.append(function)
+        return found
 
     # the answer
 
@@ -103,7 +121,7 @@ class ResponsesTranslation:
             self._items.append(_make_reasoning(message.thinking))
         if text := message.content or message.refusal:
             self._items.append(_make_message(text))
-        self._items += [_make_call(call, call.arguments) for call in message.tool_calls or ()]
+        self._items += [self._make_call(call, call.arguments) for call in message.tool_calls or ()]
         self._finish = choice.finish_reason
         return msgspec.json.encode(self._describe(usage))
 
@@ -168,12 +186,22 @@ class ResponsesTranslation:
         out = b""
         if self._open_call != call.index:
             out = self._close()
-            out += self._begin({**_make_call(call, ""), "status": "in_progress"})
+            out += self._begin({**self._make_call(call, ""), "status": "in_progress"})
             self._open_call = call.index
         if call.arguments and self._open is not None:
             self._open["arguments"] += call.arguments
             out += self._encode("response.function_call_arguments.delta", **self._place(), delta=call.arguments)
         return out
+
+    def _make_call(self, call: ChatToolCall, arguments: str) -> dict[str, Any]:
+        return {
+            "id": make_id("fc"),
+            "type": "function_call",
+            "call_id": call.id or make_id("call"),
+            **self._namespaces.get(call.name, {"name": call.name}),
+            "arguments": arguments,
+            "status": "completed",
+        }
 
     def _begin(self, item: dict[str, Any]) -> bytes:
         self._open = item
@@ -260,17 +288,6 @@ def _make_reasoning(text: str) -> dict[str, Any]:
     }
 
 
-def _make_call(call: ChatToolCall, arguments: str) -> dict[str, Any]:
-    return {
-        "id": make_id("fc"),
-        "type": "function_call",
-        "call_id": call.id or make_id("call"),
-        "name": call.name,
-        "arguments": arguments,
-        "status": "completed",
-    }
-
-
 # the input
 
 
@@ -281,22 +298,28 @@ def _read_input(given: dict[str, Any]) -> list[dict[str, Any]]:
     items = given.get("input")
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
-    thoughts = ""
+    thoughts, shown = "", list[dict[str, Any]]()
     for place, item in enumerate(read_list(items, "input")):
         kind, where = item.get("type") or "message", f"input[{place}]"
+        if shown and kind != "function_call_output":
+            messages.append({"role": "user", "content": shown})
+            shown = []
         if kind == "reasoning":
-            thoughts += _read_reasoning(item)
+            thoughts += _read_reasoning(item, where)
         elif kind == "function_call":
-            name, arguments = read_text(item.get("name"), where), read_text(item.get("arguments"), where)
+            name = _join_name(item.get("namespace"), item.get("name"), where)
+            arguments = read_text(item.get("arguments"), where)
             call_id = read_text(item.get("call_id"), where)
             function = {"name": name, "arguments": arguments}
             _extend_assistant(messages)["tool_calls"].append({"id": call_id, "type": "function", "function": function})
         elif kind == "function_call_output":
             content = _read_content(item.get("output"), where)
             call_id = read_text(item.get("call_id"), where)
-            if not isinstance(content, str):
-                raise make_unsupported(f"{where} has an image as the result of a tool", where)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            # Images have no place in a tool's message: they follow as the user's.
+            shown += [part for part in parts if part["type"] != "text"]
         elif kind == "message":
             role = str(item.get("role"))
             content = _read_content(item.get("content"), where)
@@ -306,7 +329,7 @@ def _read_input(given: dict[str, Any]) -> list[dict[str, Any]]:
         if thoughts and messages and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thoughts
             thoughts = ""
-    return messages
+    return [*messages, {"role": "user", "content": shown}] if shown else messages
 
 
 def _extend_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -317,10 +340,10 @@ def _extend_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _read_reasoning(item: dict[str, Any]) -> str:
+def _read_reasoning(item: dict[str, Any], where: str) -> str:
     """Its text, if it has one: encrypted reasoning comes from another service."""
-    parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-    return "\n".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+    parts = [*read_list(item.get("content") or [], where), *read_list(item.get("summary") or [], where)]
+    return "\n".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -343,6 +366,12 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
 # tools and formats
 
 
+def _join_name(namespace: Any, name: Any, where: str) -> str:
+    """The name of a function for the engine; vLLM joins it in the same way."""
+    text = read_text(name, where)
+    return f"{read_text(namespace, where)}__{text}" if namespace else text
+
+
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         message = f"the tool type {tool.get('type')} belongs to OpenAI's service; declare tools of type function"
@@ -356,10 +385,15 @@ def _read_choice(given: Any, chat: dict[str, Any]) -> None:
     if isinstance(given, str):
         chat["tool_choice"] = given
     elif isinstance(given, dict) and given.get("type") == "function":
-        chat["tool_choice"] = {"type": "function", "function": {"name": given.get("name")}}
+        name = _join_name(given.get("namespace"), given.get("name"), "tool_choice")
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     elif isinstance(given, dict) and given.get("type") == "allowed_tools":
-        names = {tool.get("name") for tool in read_list(given.get("tools") or [], "tool_choice")}
+        allowed = read_list(given.get("tools") or [], "tool_choice")
+        names = {_join_name(tool.get("namespace"), tool.get("name"), "tool_choice") for tool in allowed}
         chat["tools"] = [tool for tool in chat["tools"] if tool["function"]["name"] in names]
+        if not names or names != {tool["function"]["name"] for tool in chat["tools"]}:
+            message = "tool_choice must allow functions that are in tools, at least one"
+            raise make_mistake(message, "tool_choice", "invalid_tool_choice")
         chat["tool_choice"] = given.get("mode") or "auto"
     elif given is not None:
         raise make_unsupported("tool_choice names a tool that is not a function", "tool_choice")
