@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -14,7 +15,17 @@ from tests.conftest import HANG_S
 from bedplate.run.gateway import client
 from bedplate.run.gateway.descriptors import MAX_BACKLOG, DescriptorBudget
 
-from .scripted import ANSWER, CHAT, Bench, make_answer, make_chat_body, request
+from .scripted import (
+    ANSWER,
+    CHAT,
+    Bench,
+    make_answer,
+    make_chat_body,
+    request,
+    start_gateway,
+    wait_until,
+    wait_within,
+)
 
 WHOLE = request(CHAT, make_chat_body())
 LARGE = 32_000_000
@@ -207,6 +218,28 @@ def test_a_hundred_idle_connections_do_not_stop_health(
         for pipe in idle:
             pipe.close()
     assert ask_health(small_server).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+async def test_connection_is_accepted_while_the_only_other_one_closes(closed_first: bool) -> None:
+    """The event loop learns of both at once: the old descriptor is in use when the new connection gets its own."""
+    async with start_gateway() as setup:
+        leaving = socket.create_connection(("127.0.0.1", setup.port), HANG_S)
+        await wait_until(lambda: setup.gateway.connections, "the connection to be accepted")
+        (connection,) = setup.gateway.connections
+        assert connection._transport is not None
+        used = connection._transport.get_extra_info("socket").fileno() + 1
+        budget = setup.gateway.descriptors = DescriptorBudget(used, used)
+        assert budget.evict_from == budget.refuse_from == used
+        if closed_first:
+            leaving.close()
+        coming = socket.create_connection(("127.0.0.1", setup.port), HANG_S)
+        leaving.close()
+        with coming:
+            coming.sendall(PROBE)
+            coming.setblocking(False)
+            answer = await wait_within(asyncio.get_running_loop().sock_recv(coming, 65536))
+            assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_soft_limit_is_raised_up_to_the_hard_one() -> None:

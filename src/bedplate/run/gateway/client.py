@@ -413,6 +413,12 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is being closed and nothing delays that."""
+        transport = self._transport
+        return transport is not None and transport.is_closing() and not transport.get_write_buffer_size()
+
     def rank_for_eviction(self) -> tuple[int, float] | None:
         """Orders connections that may be closed when descriptors are scarce, the first one first; `None`: it is in use.
 

@@ -26,6 +26,18 @@ class DescriptorBudget:
         """From this number on, a new connection is closed if no other one is idle."""
         self.backlog = MAX_BACKLOG if limit is None else max(1, min(MAX_BACKLOG, spare // 3))
 
+    def has_room(self, number: int) -> bool:
+        """Whether the connection with this descriptor may stay although no other one is idle.
+
+        Others may have been closed since the event loop accepted it, so the lowest free descriptor counts as well.
+        """
+        if self.refuse_from is None or number < self.refuse_from:
+            return True
+        try:
+            return _find_lowest_free() < self.refuse_from
+        except OSError:  # there is none
+            return False
+
     @classmethod
     def measure(cls) -> DescriptorBudget:
         return cls(_read_limit(), _find_lowest_free())

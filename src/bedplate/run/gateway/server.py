@@ -378,16 +378,16 @@ class Gateway:
             connection.abort()
         elif budget.evict_from is not None:
             number = transport.get_extra_info("socket").fileno()
-            if number >= budget.evict_from and not self._evict_idle() and number >= (budget.refuse_from or 0):
+            if number >= budget.evict_from and not self._free_descriptors() and not budget.has_room(number):
                 connection.abort()
         self.connections.add(connection)
 
-    def _evict_idle(self) -> bool:
-        """Closes the connections that are idle for longest; returns whether there were any."""
+    def _free_descriptors(self) -> bool:
+        """Closes the connections that are idle for longest; returns whether a client's connection is being closed."""
         ranked = [(rank, id(one), one) for one in self.connections if (rank := one.rank_for_eviction()) is not None]
         for _, _, connection in heapq.nsmallest(max(1, len(ranked) // _EVICTED_SHARE), ranked):
             connection.abort()
-        return bool(ranked)
+        return bool(ranked) or any(connection.is_ending for connection in self.connections)
 
     def drop_connection(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
