@@ -140,6 +140,17 @@ def pin_to_one_core() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def core_of_worker(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A core for each of the workers that start engines beside each other: `make test-rest`, not `make test`.
+
+    Two engines with a thread for each core wait for each other's threads most of the time.
+    """
+    beside_engines = hasattr(pytestconfig, "workerinput") and not pytestconfig.getoption("forks", 0)
+    with pin_to_one_core() if beside_engines else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture
 def one_core() -> Iterator[None]:
     with pin_to_one_core():
