@@ -33,6 +33,17 @@ def test_the_four_questions_in_a_terminal(tmp_path: Path) -> None:
     assert intent.operations.machinery == "kubernetes"
 
 
+def test_each_question_and_its_longest_answer_fit_on_a_line(tmp_path: Path) -> None:
+    answers = ("16x H100 SXM", "10000", "2000/100", "kubernetes")
+    with Terminal("init", "-o", str(tmp_path / "bedplate.yaml")) as terminal:
+        for answer in answers:
+            terminal.read_until(r"\]: ")
+            question = terminal.shown.rpartition("\n")[2]
+            assert len(question + answer) < 80
+            terminal.type(f"{answer}\r")
+        assert terminal.wait() == 0
+
+
 def test_leaving_a_question_writes_nothing(tmp_path: Path) -> None:
     """By Ctrl-D, which waits in the terminal until it is read; Ctrl-C takes the same way."""
     path = tmp_path / "bedplate.yaml"

@@ -42,6 +42,12 @@ from bedplate.values import Workload
         ("--foo", "bedplate has no option --foo", "bedplate --help"),
         ("stop a b", "bedplate stop: unexpected argument 'b'", "usage: bedplate stop [OPTIONS] [NAME]"),
         ("rm", "bedplate rm needs MODEL...", "usage: bedplate rm [OPTIONS] MODEL..."),
+        ("completion", "bedplate completion needs SHELL", "SHELL; choose bash, zsh or fish"),
+        ("models --task dance", "--task: 'dance' is not known", "choose generate, embed or classify"),
+        ("models --hardware no.json", "cannot read no.json", "bedplate probe --json writes such a file"),
+        ("plan -f no.yaml", "cannot read no.yaml", "bedplate init writes such a file"),
+        ("plan --engine vlm", "no engine is called 'vlm'", "did you mean vllm"),
+        ("plan llama3.1:9b", "llama3.1:9b is not on this machine", "did you mean llama3.1:8b or llama3.1:405b?"),
         ("serve --on mars", "--on: 'mars' is not known", "choose dynamo or ray"),
         ("engines instal vllm", "bedplate engines has no command 'instal'", "did you mean bedplate engines install?"),
         ("prepared rm x", "bedplate prepared has no command 'rm'", "did you mean bedplate prepared remove?"),
@@ -54,6 +60,11 @@ def test_a_wrong_command_line_gets_a_hint(line: str, message: str, hint: str) ->
     assert answer.code == 2 and answer.out == ""
     said, _, hinted = answer.err.rpartition("\n")
     assert message in said and hint in hinted
+
+
+def test_a_word_unlike_every_engine_suggests_none() -> None:
+    answer = invoke("plan", "--engine", "nosuch")
+    assert answer.code == 2 and "known: exllamav2" in answer.err and "did you mean" not in answer.err
 
 
 def test_hardware_in_the_place_of_the_model_gets_a_hint() -> None:

@@ -53,6 +53,13 @@ def test_a_wrong_size_lists_the_right_ones(text: str) -> None:
     assert "llama3.1:8b" in (caught.value.hint or "") and "on the hub" not in (caught.value.hint or "")
 
 
+def test_many_sizes_are_one_list() -> None:
+    with pytest.raises(UsageError) as caught:
+        find_known_model("qwen3:77b")
+    hint = caught.value.hint or ""
+    assert hint.startswith("did you mean qwen3:4b, qwen3:8b, ") and hint.count(" or ") == 1
+
+
 def test_a_plan_says_which_model_it_is() -> None:
     shown = " ".join(invoke("plan", "qwen3:0.6b", "--hardware", "RTX 4090").out.split())
     assert "known facts (qwen3:0.6b)" in shown and "Qwen/Qwen3-0.6B" in shown

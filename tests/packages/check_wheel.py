@@ -62,8 +62,9 @@ def check(dist: Path, folder: Path, given: argparse.Namespace) -> None:
     assert script.startswith("#!/usr/bin/env bash\n")
     assert run(program, "completion", "bash")
     if given.answer:
-        answer = json.loads(run(program, "run", "builtin", "What is the capital of France?", "--json"))
-        assert "Paris" in answer["answer"], answer
+        question = "What is the capital of France? Answer in one word."
+        answer = json.loads(run(program, "run", "builtin", question, "--temperature", "0", "--json"))
+        assert "Paris" in answer["text"], answer
     if given.sbom:
         given.sbom.write_text(run(program, "doctor", "--sbom"), encoding="utf-8")
     print(f"{version} on Python {sys.version.split()[0]}, {given.installer}, {dist.suffix}: {modules} modules, a plan")

@@ -98,6 +98,7 @@ def test_three_commands_give_a_streamed_answer(built: tuple[Path, Path], tmp_pat
     assert len(pieces) > 5 and b"".join(pieces).strip(), "the answer came in pieces"
 
 
-def test_sdist_works_and_has_a_bill_of_materials(built: tuple[Path, Path], tmp_path: Path) -> None:
-    said = check(sys.executable, built[1], "--with", "uv", "--sbom", str(tmp_path / "bom.json"))
+def test_sdist_answers_and_has_a_bill_of_materials(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """With all that the release workflow asks of the program."""
+    said = check(sys.executable, built[1], "--with", "uv", "--answer", "--sbom", str(tmp_path / "bom.json"))
     assert ".gz" in said and '"bomFormat": "CycloneDX"' in (tmp_path / "bom.json").read_text(encoding="utf-8")

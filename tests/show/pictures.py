@@ -100,7 +100,11 @@ async def take_picture(page: Page, url: str, file: Path, width: int, height: int
     await page.press("Enter")
     await page.wait_until("/\\d tokens($| ·)/.test(document.getElementById('told').textContent)", 1800)
     await page.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
-    await page.wait_until("document.getElementById('binding').textContent.trim()")
+    try:
+        await page.wait_until("document.getElementById('binding').textContent.trim()")
+    except AssertionError:
+        why = await page.evaluate("document.getElementById('bound').textContent")
+        sys.exit(f"error: the page names no bottleneck: {why}\nhint: nothing else may run on this machine")
     await page.save_picture(file, whole=False)
     assert not page.complaints, page.complaints
     print(file)

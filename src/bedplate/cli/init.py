@@ -92,7 +92,7 @@ def init(
     target = _settle(latency, "How fast? chat, fast, or TTFT/TPOT in ms such as 300/40", "chat", parse_latency, asked)
     operator = _settle(
         operated_by.value if operated_by else None,
-        "Who operates it? me, or a team with containers, kubernetes or cluster",
+        "Who operates it? me or a team: containers, kubernetes, cluster",
         "me",
         _parse_operator,
         asked,

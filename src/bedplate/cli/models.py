@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +31,12 @@ SHOWN = 20
 """Rows for a person; --limit shows more, and JSON has all."""
 
 
+class TaskChoice(StrEnum):
+    generate = "generate"
+    embed = "embed"
+    classify = "classify"
+
+
 app = typer.Typer(
     help="""List the known models that fit, with engine, speed and memory.
 
@@ -49,7 +56,7 @@ def models(
     concurrency: Concurrency = None,
     context: Context = None,
     task: Annotated[
-        str | None,
+        TaskChoice | None,
         typer.Option(
             metavar="TASK",
             help="Task of the models: generate, embed or classify. Default: generate.",

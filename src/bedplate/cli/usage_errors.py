@@ -51,8 +51,9 @@ def translate(error: click.UsageError, arguments: Sequence[str]) -> UsageError:
     context = error.ctx
     path = context.command_path if context is not None else " ".join(["bedplate", *arguments[:1]])
     if isinstance(error, click.MissingParameter):
-        name = _get_name(error.param)
-        return UsageError(f"{path} needs {name}", hint=_describe_usage(context, path))
+        name, usage = _get_name(error.param), _describe_usage(context, path)
+        choices = _describe_choices(error.param)
+        return UsageError(f"{path} needs {name}", hint=f"{usage}; {choices}" if choices else usage)
     if isinstance(error, click.NoSuchOption):
         return UsageError(f"{path} has no option {error.option_name}", hint=_suggest_option(error, path))
     if isinstance(error, click.BadOptionUsage):
@@ -143,11 +144,17 @@ def _describe_option(context: click.Context | None, name: str, path: str) -> str
     return (_describe_type(param) if param is not None else None) or f"{path} --help describes it"
 
 
+def _describe_choices(param: click.Parameter | None) -> str | None:
+    if param is None or not isinstance(param.type, click.Choice):
+        return None
+    return f"choose {_join([str(getattr(one, 'value', one)) for one in param.type.choices])}"
+
+
 def _describe_type(param: click.Parameter) -> str | None:
     """What values a parameter takes, with an example."""
     name, kind = _get_name(param), param.type
-    if isinstance(kind, click.Choice):
-        return f"choose {_join([str(getattr(one, 'value', one)) for one in kind.choices])}"
+    if choices := _describe_choices(param):
+        return choices
     if isinstance(kind, click.types._NumberRangeBase):
         what = "an integer" if isinstance(kind, click.IntRange) else "a number"
         if kind.min is not None and kind.max is not None:

@@ -179,7 +179,7 @@ def resolve_hardware(intent: Intent) -> Hardware:
     if isinstance(named, str):
         path = Path(named).expanduser()
         if path.suffix == ".json" or _is_file(path):
-            return from_json(Hardware, _read_text(path), origin=path.name)
+            return from_json(Hardware, _read_text(path, "bedplate probe --json"), origin=path.name)
         named = {"accelerator": named}
     from bedplate.facts.hypothetical import make_simulated_hardware
 
@@ -196,12 +196,13 @@ def names_hardware(text: str) -> bool:
         return False
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, writer: str = "bedplate init") -> str:
+    """The text of a file; `writer` is the command that writes such files."""
     try:
         with path.open("rb") as file:
             raw = file.read(4 * MAX_CHARACTERS + 1)
     except OSError as error:
-        hint = "check its name and its permissions; bedplate init writes an intent file"
+        hint = f"check its name and its permissions; {writer} writes such a file"
         raise UsageError(f"cannot read {path}", cause=error.strerror or str(error), hint=hint) from error
     if len(raw) > 4 * MAX_CHARACTERS:
         raise UsageError(
@@ -294,7 +295,7 @@ def _explain_error(message: str, data: object, prefix: str, place: _FieldLocatio
     if what.startswith("Invalid enum value"):
         choices = _list_choices(path)
         near = difflib.get_close_matches(str(value), choices, 1)
-        required = f"must be {_join_choices(choices)}, got {value}" if choices else f"cannot be {value}"
+        required = f"must be {join_choices(choices)}, got {value}" if choices else f"cannot be {value}"
         return place.make_error(path, required, hint=f"did you mean {near[0]}?" if near else None)
     if re.search(r"of length >= 1", what):
         return place.make_error(path, "must not be empty")
@@ -315,7 +316,7 @@ def _get_at(data: Any, path: str) -> Any:
 def _describe_types(types: str) -> str:
     words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     words |= {"object": "a mapping of fields", "array": "a list"}
-    return _join_choices([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
+    return join_choices([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
 
 
 def _describe_value(value: object) -> str:
@@ -332,7 +333,7 @@ def _describe_value(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
 
 
-def _join_choices(words: Iterable[str]) -> str:
+def join_choices(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -497,7 +498,7 @@ def _resolve_incumbent(operations: Operations, path: str, place: _FieldLocations
     if found is None:
         near = find_nearest_names(name)
         hint = (
-            f"did you mean {_join_choices(near)}?" if near else f"known: {', '.join((*load_engines(), *ORCHESTRATORS))}"
+            f"did you mean {join_choices(near)}?" if near else f"known: {', '.join((*load_engines(), *ORCHESTRATORS))}"
         )
         raise place.make_error(f"{path}.incumbent", f"unknown engine {name!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
@@ -509,7 +510,7 @@ def _resolve_engine(name: str, path: str, place: _FieldLocations) -> str:
     if found is None:
         near = find_nearest_names(name)
         raise place.make_error(
-            path, f"unknown engine {name!r}", hint=f"did you mean {_join_choices(near)}?" if near else None
+            path, f"unknown engine {name!r}", hint=f"did you mean {join_choices(near)}?" if near else None
         )
     return found
 

@@ -35,7 +35,7 @@ def find_nearest_names(text: str, count: int = 3) -> tuple[str, ...]:
     """The ids whose names are most similar to `text`, best first."""
     import difflib
 
-    close = difflib.get_close_matches(_normalize(text), _index_names(), n=3 * count, cutoff=0.5)
+    close = difflib.get_close_matches(_normalize(text), _index_names(), n=3 * count, cutoff=0.6)
     return tuple(dict.fromkeys(_index_names()[name] for name in close))[:count]
 
 
