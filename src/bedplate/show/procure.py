@@ -60,11 +60,11 @@ def list_worthwhile(offers: Sequence[Offer]) -> list[Offer]:
 
 
 def _beats(one: Offer, other: Offer) -> bool:
-    """Whether one is as good in everything and better in something. Unknown watts are compared with nothing."""
-    better, worse = _order_by_cards_and_speed(one), _order_by_cards_and_speed(other)
-    if one.watts is None or other.watts is None:
+    """Whether one is as good in everything and better in something. Unknown watts equal only unknown watts."""
+    if (one.watts is None) != (other.watts is None):
         return False
-    pairs = [*zip(better, worse, strict=True), (one.watts, other.watts)]
+    better, worse = _order_by_cards_and_speed(one), _order_by_cards_and_speed(other)
+    pairs = [*zip(better, worse, strict=True), (one.watts or 0.0, other.watts or 0.0)]
     return all(first <= second for first, second in pairs) and any(first < second for first, second in pairs)
 
 
