@@ -24,7 +24,7 @@ from bedplate.cli.options import (
 if TYPE_CHECKING:
     from bedplate.values import Decision, Endpoint, Hardware, Model
     from bedplate.values.intent import Intent
-    from bedplate.values.service import ModelOrder, Order
+    from bedplate.values.service import ModelOrder, Order, ServiceRecord
 
 EXAMPLES = """Examples:
 
@@ -304,8 +304,15 @@ def _serve_in_foreground(order: Order, fallback: str | None, *, json: bool) -> N
 
     heads = _DecisionPrinter(json=json)
     as_json = order.log_format == "json"
+    progress = JsonProgress() if as_json else TerminalProgress()
+
+    def name_lines(record: ServiceRecord) -> None:
+        if isinstance(progress, JsonProgress):
+            progress.service = record.name
+
     hooks = ServeHooks(
-        progress=JsonProgress() if as_json else TerminalProgress(),
+        progress=progress,
+        on_claim=name_lines,
         on_decision=(lambda *_: None) if as_json else heads.show,
         on_ready=lambda endpoint: _show_ready(endpoint, "Ctrl-C stops everything", json=json),
         check=check_answers if order.check else None,

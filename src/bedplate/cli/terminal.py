@@ -89,11 +89,15 @@ class _ProgressConsole(SafeConsole):
 class JsonProgress:
     """Events as lines of JSON on stderr, for programs that collect logs."""
 
+    def __init__(self) -> None:
+        self.service: str | None = None
+        """`None` until the name is known."""
+
     def note(self, text: str) -> None:
         from bedplate.run.log_text import format_log_entry
 
         with suppress(BrokenPipeError):
-            print(format_log_entry(text), file=sys.stderr, flush=True)  # noqa: T201
+            print(format_log_entry(text, self.service), file=sys.stderr, flush=True)  # noqa: T201
 
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:

@@ -262,6 +262,7 @@ class _ServeSession:
         raise_descriptor_limit()
         room = MemoryLimits.from_hardware(self.hardware, self.order.memory_budget_bytes)
         host = Host(self.record.name, self.listen, self.hardware, self.hooks.progress, self.logs, room=room)
+        host.log_format = self.order.log_format
         operations = {**make_host_operations(self.record), **CHANGING_OPERATIONS}
         control = ControlServer(host, operations)
         for text in self.notes:
@@ -273,7 +274,6 @@ class _ServeSession:
             from bedplate.run.gateway.tracing import SpanExporter
 
             host.gateway.trace(SpanExporter(self.order.otlp_endpoint, self.record.name, host.say))
-        host.log_format = self.order.log_format
         live = add_live_page(host, operations)
         declare_tenants(host, self.order)
         # The port is bound first: without it there is no point in starting engines.

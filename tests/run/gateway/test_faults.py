@@ -498,6 +498,26 @@ async def test_disconnect_cancels_the_request(leave: Any, how: str) -> None:
         assert await other.chunk() == b""
 
 
+@pytest.mark.parametrize("whole", [True, False])
+async def test_client_that_leaves_after_the_last_event_has_its_answer(whole: bool) -> None:
+    """The end of the HTTP message arrives later, as from another machine."""
+    async with start_gateway() as setup:
+        backend, never = setup.gateway.backends[0], asyncio.Event()
+        backend.health.failures = 1
+        last = make_chunk(make_delta("x")) + (make_chunk(DONE) if whole else b"")
+        setup.engine.answer(STREAM_HEAD + last, never)
+        client = await setup.connect()
+        await client.send(request(CHAT, STREAM))
+        await client.head()
+        for _ in range(1 + whole):
+            await client.chunk()
+        await client.close()
+        await wait_within(setup.engine.seen[0].gone.wait())
+        await wait_until(lambda: not setup.gateway.connections, "the connection to be forgotten")
+        assert setup.count_outcome("ok" if whole else "cancelled") == 1
+        assert backend.health.failures == (0 if whole else 1)
+
+
 async def test_disconnect_while_waiting_removes_the_request() -> None:
     go_on = asyncio.Event()
     async with start_gateway(max_connections=1) as setup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -56,12 +57,14 @@ async def start(collector: Collector) -> AsyncIterator[tuple[Setup, SpanExporter
 
 
 def list_spans(collector: Collector) -> list[dict[str, Any]]:
-    spans = []
-    for body in collector.bodies:
-        (resource,) = body["resourceSpans"]
-        assert read_attributes(resource["resource"])["service.name"] == "bedplate"
-        (scope,) = resource["scopeSpans"]
-        spans += scope["spans"]
+    return [span for body in collector.bodies for span in list_spans_of(body)]
+
+
+def list_spans_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    (resource,) = body["resourceSpans"]
+    assert read_attributes(resource["resource"])["service.name"] == "bedplate"
+    (scope,) = resource["scopeSpans"]
+    spans: list[dict[str, Any]] = scope["spans"]
     return spans
 
 
@@ -106,6 +109,39 @@ async def test_request_without_context_begins_a_trace_and_a_failure_is_an_error(
     failed, ok = list_spans(collector)
     assert failed["status"] == {"code": 2} and read_attributes(failed)["error.type"] == "engine_stopped"
     assert "status" not in ok and "parentSpanId" not in ok and failed["traceId"] != ok["traceId"]
+
+
+async def test_requests_to_the_collector_have_the_form_of_the_protocol() -> None:
+    """Read with the protocol's own definitions, which have no unknown fields and no values of other types."""
+    from google.protobuf import json_format
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+    collector = Collector()
+    async with start(collector) as (setup, _):
+        client = await setup.connect()
+        end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n'
+        setup.engine.answer(make_stream(make_delta("one"), make_delta("two"), end, USAGE, DONE))
+        await client.post(CHAT, make_chat_body(stream=True, max_tokens=9), traceparent=PARENT)
+        setup.engine.otherwise = (End.RESET,)
+        assert (await client.post(CHAT, make_chat_body())).status == 502
+    spans = []
+    for body in collector.bodies:
+        # In the JSON of OTLP ids are hexadecimal; in that of protocol buffers bytes are base64.
+        for span in list_spans_of(body):
+            for name in ("traceId", "spanId", "parentSpanId"):
+                if name in span:
+                    span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
+        read = json_format.ParseDict(body, ExportTraceServiceRequest())
+        spans += [span for resource in read.resource_spans for scope in resource.scope_spans for span in scope.spans]
+    streamed, failed = spans
+    assert (len(streamed.trace_id), len(streamed.span_id)) == (16, 8)
+    assert streamed.trace_id.hex() == PARENT[3:35] and streamed.parent_span_id.hex() == PARENT[36:52]
+    assert streamed.kind == Span.SPAN_KIND_SERVER and [event.name for event in streamed.events] == ["first token"]
+    assert 0 < streamed.start_time_unix_nano < streamed.end_time_unix_nano
+    (reasons,) = [one.value for one in streamed.attributes if one.key == "gen_ai.response.finish_reasons"]
+    assert [one.string_value for one in reasons.array_value.values] == ["stop"]
+    assert failed.status.code == Status.STATUS_CODE_ERROR and not failed.parent_span_id
 
 
 async def test_client_that_does_not_sample_is_not_traced() -> None:

@@ -220,10 +220,18 @@ class GatewayExchange(msgspec.Struct, eq=False):
     # called by the client's connection
 
     def cancel(self) -> None:
-        if not self.over:
-            record = self._finish("cancelled")
-            self._abandon()
-            self._keep_record(record)
+        if self.over:
+            return
+        outcome: Outcome = "cancelled"
+        begun = self._first is not None and self._api in GENERATING
+        if begun and not self.held.strip() and sse.is_complete(self._api, self.last_events):
+            # Clients may leave after the last event. The end of the HTTP message can arrive later, for example from
+            # another machine.
+            self._backend.health.record_success()
+            outcome = "ok"
+        record = self._finish(outcome)
+        self._abandon()
+        self._keep_record(record)
 
     def pause(self) -> None:
         """Called when the client reads more slowly than the engine writes."""
