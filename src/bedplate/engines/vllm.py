@@ -139,9 +139,10 @@ of 21 ms on an H200. All graphs up to this size took 5 s and 0.5 to 0.9 GiB ther
 COMPILE_S = 90.0
 """Assumed compile time at start-up on a CPU, until one was measured."""
 MASTER_PORT = 29501
-# CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
+# CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS, without gfx906 (MI50): Triton for ROCm does not have it, so that
+# a build starts and cannot compute (vllm-project/vllm/pull/33811 of February 2026).
 GFX = (
-    "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
     "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
 )  # fmt: skip
 CUDA_LEAST: Mapping[str, tuple[int, int]] = {
