@@ -136,6 +136,10 @@ GRAPH_TOKENS = 512
 """vLLM captures CUDA graphs for steps of up to twice `--max-num-seqs` tokens, at most this many (config/vllm.py of
 0.26.0 and 0.32.0). With 64 sequences it launched the kernels of a prompt of 512 tokens one by one: TTFT 32 ms instead
 of 21 ms on an H200. All graphs up to this size took 5 s and 0.5 to 0.9 GiB there, instead of 2 s and 0.16 GiB."""
+FEW_SLOTS = 8
+"""Requests that are computed at once where the weights nearly fill the cards."""
+FEW_GRAPHS_BYTES = 1_300_000_000
+"""Memory of each card beside weights, cache and activations with CUDA graphs of up to twice `FEW_SLOTS` tokens."""
 COMPILE_S = 90.0
 """Assumed compile time at start-up on a CPU, until one was measured."""
 MASTER_PORT = 29501
@@ -804,7 +808,12 @@ class Vllm(Engine):
     def adapt_to_plan(self, plan: Plan) -> Engine:
         if plan.settings.device == "tt":
             return VllmOnTenstorrent(plan.settings.board or "")
+        if plan.settings.graph_tokens is not None:
+            return VllmWithFewGraphs(self)
         return VllmOnGaudi() if plan.settings.device == "hpu" and not self.is_version_named else self
+
+    def save_memory(self, target: ComputeTarget, workload: Workload) -> Engine | None:
+        return VllmWithFewGraphs(self) if target.device == "cuda" and workload.task == "generate" else None
 
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         if launch.device == "tt":
@@ -903,7 +912,9 @@ class Vllm(Engine):
         each = -(-settings.slots // groups)
         batch = max(settings.batch_tokens, each) if settings.batch_tokens is not None else None
         argv += ["--max-num-seqs", str(each), *join_options([("--max-num-batched-tokens", batch)])]
-        if settings.device == "cuda" and plan.workload.task == "generate" and 2 * each < GRAPH_TOKENS:
+        if settings.graph_tokens is not None:
+            argv += ["--max-cudagraph-capture-size", str(settings.graph_tokens)]
+        elif settings.device == "cuda" and plan.workload.task == "generate" and 2 * each < GRAPH_TOKENS:
             argv += ["--max-cudagraph-capture-size", str(GRAPH_TOKENS)]
         argv += join_options([("--gpu-memory-utilization", settings.memory_share)])
         argv += _get_weight_options(plan) + _get_layout_options(plan) + self._get_parser_options(plan)
@@ -1295,6 +1306,31 @@ class VllmOnGaudi(Vllm):
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         return hosts == 1 and super().accepts_layout(model, layout, hosts)
+
+
+class VllmWithFewGraphs(Vllm):
+    """vLLM with CUDA graphs for the steps of a few requests only, while a plan is searched and verified."""
+
+    max_slots = FEW_SLOTS
+    uses = msgspec.structs.replace(
+        Vllm.uses, device_bytes=FEW_GRAPHS_BYTES,
+        source="vLLM's logs: 0.33 GiB outside of PyTorch on an RTX 5090 (vllm-project/vllm/issues/14452); graphs of "
+        "128 tokens 0.16 GiB on an H200 (docs/gpu.md); without graphs, Yi 34B stayed within its share of four RTX "
+        "4090 (issues/7553)",
+    )  # fmt: skip
+
+    def __init__(self, engine: Vllm) -> None:
+        self.version, self.is_version_named, self.packages = engine.version, engine.is_version_named, engine.packages
+
+    def adapt_to_hardware(self, hardware: Hardware) -> Engine:
+        return self
+
+    def adapt_to_plan(self, plan: Plan) -> Engine:
+        return self
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        settings = super().settle(hardware, model, workload)
+        return replace_fields(settings, slots=min(settings.slots, FEW_SLOTS), graph_tokens=2 * FEW_SLOTS)
 
 
 class VllmOnTenstorrent(Vllm):
