@@ -8,6 +8,8 @@ import pytest
 
 from bedplate.decide import decide
 from bedplate.decide.memory import fit
+from bedplate.decide.planning import plan
+from bedplate.decide.verify import list_faults
 from bedplate.engines import get_engine
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
@@ -66,6 +68,34 @@ class TestLatencyTargets:
         assert found.estimate.ttft_ms is None and "unknown whether" in get_reason(found, "latency.target")
         (hint,) = [one for one in found.hint_details if one.kind == "unknown-target"]
         assert (hint.metric, hint.target_ms) == ("ttft_ms", 500)
+
+
+class TestWeightsThatNearlyFillTheCards:
+    @pytest.mark.parametrize("card", ["RTX 4090", "RTX 3090"])
+    @pytest.mark.parametrize("users", [1, 4, 50])
+    def test_seventy_billion_weights_in_four_bits_on_two_cards_of_24_gb(self, card: str, users: int) -> None:
+        """39.8 GB of AWQ weights: few CUDA graphs and a short context instead of a refusal."""
+        hardware = make_simulated_hardware({"accelerator": card, "count": 2, "ram_gb": 64})
+        model = find_model("hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4")
+        work = Workload(users=users, concurrency=users)
+        found = decide(hardware, model, work)
+        assert found.engine == "vllm" and found.fits and found.parallelism.tensor == 2
+        assert found.settings is not None and found.launch is not None and found.memory is not None
+        assert found.settings.slots <= 8 and 768 <= found.settings.context_tokens <= 8192
+        words = found.launch.argv
+        assert words[words.index("--max-cudagraph-capture-size") + 1] == "16"
+        assert "fit.graphs" in [reason.rule for reason in found.reasons]
+        assert list_faults(plan(found, model, work), found.launch, hardware) == ()
+        assert all(need.high_bytes <= (need.usable_bytes or 0) for need in found.memory.devices)
+
+    def test_with_more_memory_the_graphs_are_the_usual_ones(self) -> None:
+        found = decide_for("hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4", "RTX 5090", 2, concurrency=8)
+        assert found.engine == "vllm" and found.settings is not None and found.settings.graph_tokens is None
+
+    def test_what_does_not_fit_without_graphs_either_is_refused(self) -> None:
+        hardware = make_simulated_hardware({"accelerator": "RTX 4090", "ram_gb": 64})
+        found = decide(hardware, find_model("hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4"), Workload(), "vllm")
+        assert found.engine is None
 
 
 class TestContext:

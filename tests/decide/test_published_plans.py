@@ -102,6 +102,14 @@ class TestFetching:
         assert download.argv[:4] == ("hf", "download", published.repository, published.file)
         assert decision.launch.argv[decision.launch.argv.index("--model") + 1] == published.path
 
+    @pytest.mark.parametrize("name", ["zai-org/GLM-4.5", "zai-org/GLM-4.6", "zai-org/GLM-4.7"])
+    def test_glm_is_fetched_in_fp8(self, name: str) -> None:
+        """The vLLM recipe serves the published FP8 weights: half of the 700 GB, and nothing is quantized."""
+        decision = decide_on("H100 SXM", name, count=8, concurrency=16)
+        assert decision.engine == "vllm" and decision.quantization == "FP8" and decision.weights is not None
+        assert decision.weights.published is not None
+        assert decision.weights.published.repository == f"{name}-FP8"
+
     @pytest.mark.parametrize(
         ("engine", "chip", "name"),
         [

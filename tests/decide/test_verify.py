@@ -417,6 +417,18 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         "vllm.architecture",
         lambda: change_model(plan_h100(), architecture="dots1"),
     ),
+    "an architecture that is only in the model's repository, for vLLM": (
+        "vllm.configuration",
+        lambda: change_model(plan_h100(), architecture="internlm2"),
+    ),
+    "an architecture that is only in the model's repository, for SGLang": (
+        "sglang.configuration",
+        lambda: change_model(plan_h100("sglang"), architecture="nemotron-nas"),
+    ),
+    "an architecture that Transformers does not have": (
+        "pytorch.architecture",
+        lambda: change_model(make_plan("pytorch", "RTX 4090", 1, "Qwen/Qwen3-8B", 1), architecture="kimi_k3"),
+    ),
     "sparse attention on an A100": (
         "vllm.sparse-attention",
         lambda: change_model(plan_a100(), architecture="deepseek_v32"),

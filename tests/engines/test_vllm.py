@@ -262,6 +262,8 @@ class TestRefuse:
         card = Accelerator(name="AMD Radeon VII", vendor="amd", architecture="gfx900", memory_bytes=16 << 30)
         refused = VLLM.refuse(replace_fields(machine("MI300X"), accelerators=(card,)), model(LLAMA), Workload())
         assert refused is not None and "gfx900" in refused.why
+        refused = VLLM.refuse(machine("MI50 32GB"), model(LLAMA), Workload())
+        assert refused is not None and "gfx906" in refused.why
 
     def test_uses_the_cpu_if_the_card_is_too_old(self) -> None:
         old = VLLM.find_target(machine("NVIDIA V100 32GB SXM2"))

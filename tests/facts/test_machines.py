@@ -17,7 +17,10 @@ def describe(accelerator: object, **fields: object) -> Hardware:
     return make_simulated_hardware({"accelerator": accelerator, **fields})
 
 
-@pytest.mark.parametrize("machine", sorted({one.names[0] for one in load_machines().values()}))
+ALL = {one.names[0]: one for one in load_machines().values()}
+
+
+@pytest.mark.parametrize("machine", sorted(name for name, one in ALL.items() if one.accelerator))
 def test_every_machine_has_known_chips_and_can_be_described(machine: str) -> None:
     found = find_machine(machine)
     assert found is not None
@@ -27,6 +30,41 @@ def test_every_machine_has_known_chips_and_can_be_described(machine: str) -> Non
     assert len(hardware.accelerators) == named.count
     assert hardware.memory.total_bytes == named.ram_gb * (1 << 30) and hardware.cpu.physical_cores == named.cores
     assert any(note.startswith(machine) for note in hardware.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpu", "cores", "sockets", "ram_gib"),
+    [
+        ("c7i.8xlarge", "Intel Xeon Platinum 8488C", 16, 1, 64),
+        ("m7i.48xlarge", "Intel Xeon Platinum 8488C", 96, 2, 768),
+        ("c7a.8xlarge", "AMD EPYC 9R14", 32, 1, 64),  # without simultaneous multithreading
+        ("r8g.48xlarge", "AWS Graviton4", 192, 2, 1536),
+        ("c3-standard-44", "Intel Xeon Platinum 8488C", 22, 1, 176),
+        ("Standard_D32s_v5", "Intel Xeon Platinum 8375C", 16, 1, 128),
+        ("D192s_v6", "Intel Xeon Platinum 8592+", 96, 2, 768),
+        ("F32as_v6", "AMD EPYC 9654", 32, 1, 128),
+    ],
+)
+def test_cloud_machines_without_accelerators(text: str, cpu: str, cores: int, sockets: int, ram_gib: int) -> None:
+    hardware = describe(text)
+    assert not hardware.accelerators and hardware.cpu.name == cpu
+    assert (hardware.cpu.physical_cores, hardware.cpu.sockets) == (cores, sockets)
+    assert hardware.memory.total_bytes == ram_gib << 30 and hardware.memory.bandwidth_bytes_s is not None
+    found = find_machine(text)
+    assert found is not None and hardware.notes[0].startswith(f"{found[0].names[0]}: {cores} cores of {cpu}")
+
+
+def test_every_cloud_machine_without_accelerators_can_be_described() -> None:
+    without = [one for one in ALL.values() if one.accelerator is None]
+    assert len(without) > 400
+    for one in without:
+        hardware = describe(one.names[0])
+        assert one.source and hardware.cpu.name == one.cpu and hardware.cpu.physical_cores == one.cores
+
+
+def test_several_cloud_machines_without_accelerators_are_refused() -> None:
+    with pytest.raises(UsageError, match="engines on CPUs use one machine"):
+        describe("2x c7i.8xlarge")
 
 
 @pytest.mark.parametrize("text", ["p5.48xlarge", "P5.48XLARGE", " p5.48xlarge "])

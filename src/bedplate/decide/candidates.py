@@ -153,6 +153,8 @@ def list_candidates(
         for form in _list_weights(engine, target, part)
         for candidate in _lay_out(engine, target, form, part, evidence)
     ]
+    if found and not any(one.fit.fits for one in found):
+        found += _list_saving_memory(engine, parts, evidence)
     if found:
         return tuple(found)
     case = parts[0][0]
@@ -163,6 +165,19 @@ def list_candidates(
         f"does not support {case.model.quantization or case.model.format} weights on this hardware",
         "the same model in another format",
     )
+
+
+def _list_saving_memory(
+    engine: Engine, parts: Sequence[tuple[DecisionCase, ComputeTarget]], evidence: MachineEvidence
+) -> list[EngineCandidate]:
+    """The candidates with settings that need less memory of each card, if the engine has such settings."""
+    return [
+        replace(candidate, engine=engine)
+        for part, target in parts
+        if (saving := engine.save_memory(target, part.workload)) is not None
+        for form in _list_weights(engine, target, part)
+        for candidate in _lay_out(saving, target, form, part, evidence)
+    ]
 
 
 def _list_parts(engine: Engine, case: DecisionCase, installable: bool) -> list[tuple[DecisionCase, ComputeTarget]]:

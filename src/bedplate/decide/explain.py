@@ -231,6 +231,18 @@ def _describe_conversion(candidate: EngineCandidate, case: DecisionCase) -> str:
     )
 
 
+@add_reason("fit.graphs", "docs/gpu.md: memory of CUDA graphs")
+def explain_few_graphs(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
+    """CUDA graphs for a few requests only, where the weights leave no memory for those of more."""
+    tokens = candidate.settings.graph_tokens
+    if tokens is None:
+        return None
+    return (
+        f"CUDA graphs for steps of up to {tokens} tokens only, for at most {candidate.settings.slots} requests at a "
+        "time: those of more do not fit in addition to the weights"
+    )
+
+
 @add_reason("cache.8bit", "physics: half the bytes of a 16-bit cache")
 def explain_cache_type(candidate: EngineCandidate, case: DecisionCase, evidence: MachineEvidence) -> str | None:
     """An 8-bit KV cache, only if a 16-bit one does not fit, holds too few requests, or misses the TPOT target."""

@@ -78,7 +78,7 @@ __all__ = [
 
 SHARED_MODULES = (
     "base", "checks", "knobs", "mistakes", "names", "parsers", "quantizations", "roles", "shared", "shipped", "traits",
-    "visible", "vllm_accelerators",
+    "transformers_models", "visible", "vllm_accelerators",
 )  # fmt: skip
 """Modules that are not an engine of their own; every other module of this folder is one."""
 

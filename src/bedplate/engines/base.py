@@ -456,6 +456,10 @@ class Engine:
         """The same for the machine that the plan was made for."""
         return self
 
+    def save_memory(self, target: ComputeTarget, workload: Workload) -> Engine | None:
+        """The same engine with settings that need less memory of each card, for models that do not fit otherwise."""
+        return None
+
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         """Why it cannot run this model or task here; `None`: it can. The rules decide whether it should."""
         if hardware.os not in self.systems:

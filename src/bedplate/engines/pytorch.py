@@ -15,6 +15,7 @@ from bedplate.engines.base import (
     choose_context,
     find_known_failure,
 )
+from bedplate.engines.checks import LaunchRule, PlannedLaunch
 from bedplate.engines.knobs import (
     SPIN,
     apply_tuned_options,
@@ -33,11 +34,18 @@ from bedplate.engines.shared import (
     widen_on_older_arm,
 )
 from bedplate.engines.traits import AdapterTraits, AdviceFlags, EstimateTraits, PrivatePort, ServerFeatures, TableNames
+from bedplate.engines.transformers_models import (
+    GENERATORS_5_22,
+    REMOTE_CODE_HINT,
+    explain_remote_code,
+    needs_remote_code,
+)
 from bedplate.engines.visible import show_first
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
 from bedplate.values.tuning import SettingChoice, TunableSetting
 
+VERSION = "5.22.2"
 DEVICES: dict[Device, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "mps", "xpu": "xpu"}
 """PyTorch's device names; AMD GPUs are named cuda."""
 QUANTIZATIONS = {"INT8": "bnb-8bit", "NF4": "bnb-4bit"}
@@ -112,14 +120,28 @@ QUANTIZATION_ROWS = (
 )  # fmt: skip
 
 
+def check_architecture(launch: PlannedLaunch) -> str | None:
+    """This version of Transformers has the model's architecture, without code of the model's repository."""
+    model = launch.model
+    if launch.plan.engine_version != VERSION or not needs_remote_code(model, GENERATORS_5_22):
+        return None
+    return explain_remote_code("Transformers", model.architecture)
+
+
+LAUNCH_RULES = (
+    LaunchRule("pytorch.architecture", "transformers 5.22.2: models/auto/modeling_auto.py; cli/serving/"
+               "model_manager.py: trust_remote_code", check_architecture, REMOTE_CODE_HINT),
+)  # fmt: skip
+
+
 class PyTorch(Engine):
     id = "pytorch"
     name = "PyTorch"
     spellings = ("torch", "transformers", "hftransformers", "huggingfacetransformers", "pytorcheager", "torchserve")
-    version = "5.22.2"
+    version = VERSION
     recipe = EnvironmentRecipe(
         packages=(
-            "transformers[serving]==5.22.2",
+            f"transformers[serving]=={VERSION}",
             "torch==2.13.0",
             # Reads GGUF files, and dequantizes them for engines that do not read them.
             "gguf==0.19.0",
@@ -186,6 +208,7 @@ class PyTorch(Engine):
         source="transformers 5.22.2: cli/serve.py has no option for a key",
     )
     quantizations = QUANTIZATION_ROWS
+    launch_rules = LAUNCH_RULES
     strength = "prototypes, and jobs that process one item at a time"
     table_names = TableNames(words=("transformers", "pytorch", "torch", "hugging"), rank=11)
     estimate = EstimateTraits(kernels="eager", one_stream=True, fp4_products=False, expands_cache=True)
@@ -199,6 +222,9 @@ class PyTorch(Engine):
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
             return refused
+        if self.version == VERSION and needs_remote_code(model, GENERATORS_5_22):
+            why = explain_remote_code(VERSION, model.architecture)
+            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
         target = self.find_target(hardware)
         if target is not None and not self.list_weights(target, model, workload):
             why = f"does not load {model.quantization} weights on this device"

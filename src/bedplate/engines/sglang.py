@@ -80,6 +80,12 @@ from bedplate.engines.traits import (
     TableNames,
     TokenCounter,
 )
+from bedplate.engines.transformers_models import (
+    ARCHITECTURES_5_19,
+    REMOTE_CODE_HINT,
+    explain_remote_code,
+    needs_remote_code,
+)
 from bedplate.values import (
     Hardware,
     Launch,
@@ -98,6 +104,7 @@ from bedplate.values.decision import Device
 from bedplate.values.tuning import SettingChoice, TunableSetting
 
 # From the source of 0.5.23 (its wheel), unless another version is named.
+VERSION = "0.5.23"
 DIST_PORT = 25000
 MOST_RESIDENT_ADAPTERS = 32
 """Every adapter of a batch takes the memory of one of the highest rank, whether or not it is used."""
@@ -251,6 +258,14 @@ SPARSE_LEAST = (9, 0)
 older GPUs (issue 35420 of August 2026; docs/cookbook/autoregressive/DeepSeek/DeepSeek-V4.mdx: from the H100 on)."""
 NO_ARCHITECTURES = frozenset(["jamba", "falcon", "internlm", "minimax_text_01", "minimax_m1", "mpnet"])
 """Without a class in srt/models of 0.5.23, and not among those that its Transformers backend implements."""
+_OWN_CONFIGS = """
+NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 bailing_hybrid bailing_moe_v3_vl bailingmm_moe_v2_lite beam
+chatglm deepseek-ocr deepseek_vl_v2 dots3_note dots_ocr dots_vlm exaone gigachat3_5 inkling_model intern_s2_preview
+interns2_mobius interns2_mobius_text internvl_chat iquest_q1 iquest_q1_mtp jet_nemotron jet_vlm k2_horizon kimi_k2
+kimi_k3 kimi_vl locateanything minicpm_sala multi_modality nanbeige nemotron_h_puzzle spark2_5 step3_vl step3p5 xllm
+"""
+ARCHITECTURES = ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split())
+"""Configurations of Transformers 5.19.0 and of srt/utils/hf_transformers/common.py of 0.5.23: _CONFIG_REGISTRY."""
 
 
 def check_method(launch: PlannedLaunch) -> str | None:
@@ -275,6 +290,14 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     """This version has the model's architecture."""
     architecture = launch.model.architecture
     return f"SGLang does not have the architecture {architecture}" if architecture in NO_ARCHITECTURES else None
+
+
+def check_configuration(launch: PlannedLaunch) -> str | None:
+    """This version or its Transformers has the model's configuration, without code of the model's repository."""
+    model = launch.model
+    if launch.plan.engine_version != VERSION or not needs_remote_code(model, ARCHITECTURES):
+        return None
+    return explain_remote_code("SGLang", model.architecture)
 
 
 def check_sparse_attention(launch: PlannedLaunch) -> str | None:
@@ -353,6 +376,8 @@ LAUNCH_RULES = (
     LaunchRule("sglang.packing", "srt/layers/quantization/awq/awq.py and gptq/gptq.py of cce0a12 (August 2026): "
                "weight_bits", check_packing, "the same model in another quantization"),
     LaunchRule("sglang.architecture", "srt/models/registry.py of 0.5.23", check_architecture, "another engine"),
+    LaunchRule("sglang.configuration", "srt/utils/hf_transformers/common.py of 0.5.23: _CONFIG_REGISTRY; models/auto "
+               "of Transformers 5.19.0", check_configuration, REMOTE_CODE_HINT),
     LaunchRule("sglang.sparse-attention", "srt/layers/attention/dsa/dsa_indexer.py, dsa_backend.py of cce0a12 (August "
                "2026); sgl-project/sglang/issues/35420", check_sparse_attention, "an H100 or a newer data-centre GPU"),
     LaunchRule("sglang.fp8", "srt/layers/quantization/fp8.py of 0.5.23: use_marlin", check_online_fp8,
@@ -390,7 +415,7 @@ class Sglang(Engine):
     id = "sglang"
     name = "SGLang"
     spellings = ("sgl", "sglangruntime")
-    version = "0.5.23"
+    version = VERSION
     # srt/server_args.py of its wheel: of the options used here, parsers and attention data parallelism differ.
     checked_versions = ("0.5.15",)
     formats = ("safetensors",)
@@ -528,10 +553,13 @@ class Sglang(Engine):
         return self.make_refusal("impossible", "has no sparse attention for this GPU", "an H100 or newer")
 
     def _refuse_architecture(self, model: Model) -> Refusal | None:
-        if model.architecture not in NO_ARCHITECTURES:
-            return None
-        why = f"{self.version} does not have the architecture {model.architecture}"
-        return self.make_refusal("impossible", why, "an engine that supports it")
+        if model.architecture in NO_ARCHITECTURES:
+            why = f"{self.version} does not have the architecture {model.architecture}"
+            return self.make_refusal("impossible", why, "an engine that supports it")
+        if self.version == VERSION and needs_remote_code(model, ARCHITECTURES):
+            why = explain_remote_code(VERSION, model.architecture)
+            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
+        return None
 
     def refuse_adapters(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if model.num_experts and not _can_adapt_experts(model):

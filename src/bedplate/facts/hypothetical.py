@@ -14,7 +14,7 @@ from bedplate.errors import UsageError
 from bedplate.facts.apple import estimate_wired_limit
 from bedplate.facts.chips import GIB, Chip, ChipLink, ChipMatch, estimate_memory_bandwidth, find_chip
 from bedplate.facts.devices import make_host_link
-from bedplate.facts.machines import find_machine
+from bedplate.facts.machines import NamedMachine, find_machine
 from bedplate.values import Accelerator, Cpu, Figure, Hardware, Link, Memory
 from bedplate.values.hardware import UNNAMED_CPU, OperatingSystem, Pcie, Vendor
 from bedplate.values.intent import MOST_CARDS, MOST_CORES, MOST_NODE_CARDS, MOST_RAM_GB, DescribedMachine
@@ -36,7 +36,7 @@ AMD_SHARE, AMD_LOW_SHARE = 3 / 4, 1 / 2
 CORES_PER_CARD = 8
 LEAST_RAM_BYTES = 16 * GIB
 MOST_SOCKETS = 8
-SOCKETED = ("Xeon", "EPYC", "Altra", "NVIDIA Grace")
+SOCKETED = ("Xeon", "EPYC", "Altra", "NVIDIA Grace", "Graviton4")
 NETWORK_GBIT_S = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 NETWORK_PORTS = re.compile(r"\s*([0-9]{1,3})\s*[x×]\s*")
 NETWORK_RATE = re.compile(
@@ -81,6 +81,8 @@ def _resolve_named_machine(described: Mapping[str, Any]) -> tuple[Mapping[str, A
     if found is None:
         return described, ()
     machine, machines = found
+    if machine.accelerator is None:
+        return _describe_cpu_machine(machine, machines, described)
     if described.get("count") is not None:
         raise UsageError(
             f"hardware.count: {machine.names[0]} is a whole machine", hint=f"accelerator: 2x {machine.names[0]}"
@@ -90,6 +92,22 @@ def _resolve_named_machine(described: Mapping[str, Any]) -> tuple[Mapping[str, A
     cards = f"{machine.count} x {machine.accelerator}, {machine.cores} cores, {machine.ram_gb:g} GiB RAM"
     cards += f" (cores and RAM of one of its {machine.hosts} hosts)" if machine.hosts > 1 else ""
     return fields, (f"{machine.names[0]}: {cards} each" if machines > 1 else f"{machine.names[0]}: {cards}",)
+
+
+def _describe_cpu_machine(
+    machine: NamedMachine, machines: int, described: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    name = machine.names[0]
+    if machines > 1:
+        raise UsageError(
+            f"hardware.accelerator: {machines} x {name} have no accelerators, and engines on CPUs use one machine",
+            hint=f"plan one {name}, and run several behind one gateway",
+        )
+    if described.get("count") is not None:
+        raise UsageError("hardware.count: counts accelerators, and this machine has none", hint="leave it out")
+    given = {key: value for key, value in described.items() if value is not None and key != "accelerator"}
+    said = f"{name}: {machine.cores} cores of {machine.cpu}, {machine.ram_gb:g} GiB RAM"
+    return machine.describe(1) | given, (said,)
 
 
 def split_cards(named: object) -> list[str]:

@@ -193,6 +193,8 @@ class Settings(Record, frozen=True, kw_only=True):
     """fp8: the engine's 8-bit cache, which for some engines has integers."""
     batch_tokens: int | None = None
     """Prefill chunk size: the most prompt tokens in one batch; `None`: the engine default."""
+    graph_tokens: int | None = None
+    """Tokens of the largest step that is captured as a CUDA graph; `None`: as usual for the engine."""
     memory_share: float | None = None
     """Share of each accelerator's memory that the engine may use; `None`: as much as it needs."""
     compute_capability: str | None = None
