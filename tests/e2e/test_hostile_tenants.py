@@ -82,7 +82,9 @@ def shared(
 
 
 def test_each_sequence_is_recorded_as_the_engine_counts_it(shared: SharedEndpoint) -> None:
-    before, recorded = shared.count_generated(), count_recorded("alice")
+    """The engine reports the first sequence of a request. The text of the others is tokenized, which can give one token
+    less than were sampled."""
+    before, recorded, others = shared.count_generated(), count_recorded("alice"), 0
     for path, body in (
         (CHAT, {**QUESTION, "n": 3}),
         (TEXT, {"prompt": ["One", "Two", "Three", "Four"]}),
@@ -90,8 +92,12 @@ def test_each_sequence_is_recorded_as_the_engine_counts_it(shared: SharedEndpoin
     ):
         status, answer = shared.ask("alice", path, {**body, "max_tokens": 8})
         assert status == 200 and len(answer["choices"]) > 1, answer
-    wait_for(lambda: shared.count_generated() - before == count_recorded("alice") - recorded, "the same counts")
-    assert count_recorded("alice") - recorded > 8 * 3
+        others += len(answer["choices"]) - 1
+    wait_for(
+        lambda: abs(shared.count_generated() - before - (count_recorded("alice") - recorded)) <= others,
+        "the same counts",
+    )
+    assert others == 2 + 3 + 1 and count_recorded("alice") - recorded > 8 * 3
 
 
 def test_aborted_streams_are_recorded_as_the_engine_counts_them(shared: SharedEndpoint) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.run import supervisor
-from bedplate.run.log_text import BURST_BYTES, BYTES_PER_REQUEST, MAX_LINE_CHARS, clean_line
+from bedplate.run.log_text import BURST_BYTES, BYTES_PER_REQUEST, BYTES_PER_S, MAX_LINE_CHARS, clean_line
 from bedplate.run.supervisor import EngineLog
 
 
@@ -86,6 +86,17 @@ def test_a_client_cannot_fill_the_log(text: bytes, log: EngineLog, requests: Req
             log.append_output(text[place : place + 65_536])
     log.close()
     assert log.path.stat().st_size <= BURST_BYTES + 20 * (BYTES_PER_REQUEST + 100)
+
+
+def test_notes_about_lines_left_out_count_too(log: EngineLog, requests: Requests) -> None:
+    """A slow engine writes the output of one request so slowly that now and then there is room for a line."""
+    began = requests.now
+    for _ in range(20_000):
+        requests.now += 0.01
+        log.append_output(b"x" * 30 + b"\n")
+    log.close()
+    assert "left out" in log.path.read_text()
+    assert log.path.stat().st_size <= BURST_BYTES + BYTES_PER_S * (requests.now - began)
 
 
 def test_each_ordinary_request_is_logged(log: EngineLog, requests: Requests) -> None:

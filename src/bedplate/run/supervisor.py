@@ -313,13 +313,13 @@ class EngineLog:
         if text.startswith("#"):  # only bedplate's own lines do
             text = f" {text}"
         self.tail.append(text)
-        if self._limit is not None and not self._limit.take(len(text) + 1, time.monotonic()):
+        lines = [_describe_left_out(self._left_out), text] if self._left_out else [text]
+        if self._limit is not None and not self._limit.take(sum(map(len, map(_encode_line, lines))), time.monotonic()):
             self._left_out += 1
             return
-        if self._left_out:
-            self._note_left_out(self._left_out)
-            self._left_out = 0
-        self._write_line(text)
+        self._left_out = 0
+        for line in lines:
+            self._write_line(line)
 
     def _write_left_out(self) -> None:
         """Writes the last lines of an engine that has ended, which explain why, whatever the rate was."""
@@ -327,16 +327,13 @@ class EngineLog:
             return
         shown = min(self._left_out, len(self.tail))
         if self._left_out > shown:
-            self._note_left_out(self._left_out - shown)
+            self._write_line(_describe_left_out(self._left_out - shown))
         self._left_out = 0
         for text in list(self.tail)[-shown:]:
             self._write_line(text)
 
-    def _note_left_out(self, count: int) -> None:
-        self._write_line(f"# {count:,} lines left out: the requests caused more output than is logged")
-
     def _write_line(self, text: str) -> None:
-        line = text.encode("utf-8", "backslashreplace") + b"\n"
+        line = _encode_line(text)
         try:
             # Unbuffered: nothing is lost when bedplate is killed, and closing cannot fail.
             if self._file is not None and self._file.tell() + len(line) > LOG_BYTES:
@@ -364,6 +361,14 @@ class EngineLog:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _describe_left_out(count: int) -> str:
+    return f"# {count:,} lines left out: the requests caused more output than is logged"
+
+
+def _encode_line(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 class EngineProcess:
