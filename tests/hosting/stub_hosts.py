@@ -105,6 +105,7 @@ def with_host(
     *,
     budget_bytes: int | None = None,
     hardware: Hardware | None = None,
+    listen: ListenOptions = ListenOptions(port=0, grace_s=5),  # noqa: B008
 ) -> None:
     """Run `then` with a host, and check that no process of the host is left."""
 
@@ -112,7 +113,7 @@ def with_host(
         on = hardware or machine("cpu")
         host = Host(
             "test",
-            ListenOptions(port=0, grace_s=5),
+            listen,
             on,
             SilentProgress(),
             logs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from bedplate.hosting.host import Host
 from bedplate.hosting.status import collect_status
 from bedplate.hosting.tenants import add_key, revoke
 from bedplate.run.environments import EngineEnvironment
+from bedplate.run.listening import ListenOptions, check_port
 from bedplate.serving.serve import declare_tenants
 from bedplate.show.services import render_list, render_status
 from bedplate.values.record import from_json, to_json
@@ -37,6 +39,20 @@ from bedplate.values.tenant import DeclaredTenant
 @pytest.fixture
 def stub(tmp_path: Path, bedplate_home: Path) -> EngineEnvironment:
     return make_stub_environment(tmp_path / "stub")
+
+
+def test_a_port_that_is_taken_meanwhile_is_replaced_by_a_free_one_only_if_any_will_do(tmp_path: Path) -> None:
+    async def then(host: Host) -> None:
+        assert host.gateway.url.startswith("http://127.0.0.1:") and not host.gateway.url.endswith(f":{port}")
+        assert (await ask(host, "nothing"))[0] == 404
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        check_port(ListenOptions(port=port, any_port=True))
+        with_host(then, tmp_path, listen=ListenOptions(port=port, any_port=True))
+        for step in (check_port, lambda listen: with_host(then, tmp_path, listen=listen)):
+            with pytest.raises(ExternalFailure, match=f"port {port} on 127.0.0.1 is in use"):
+                step(ListenOptions(port=port))
 
 
 class TestEngines:

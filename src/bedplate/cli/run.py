@@ -138,7 +138,7 @@ def _serve_meanwhile(model: str | None, key: str | None, *, keep: bool) -> Itera
     from bedplate.serving.serve import check_order
     from bedplate.values.intent import Intent
 
-    order = make_order(Intent(model=model), port=_choose_port(), api_key=key, check=False)
+    order = make_order(Intent(model=model), any_port=True, api_key=key, check=False)
     check_order(order)
     progress = TerminalProgress()
     reading, writing = os.pipe()
@@ -156,18 +156,6 @@ def _serve_meanwhile(model: str | None, key: str | None, *, keep: bool) -> Itera
                 stop_service(record, 0)
     finally:
         os.close(writing)
-
-
-def _choose_port() -> int:
-    """The usual port, or any free one if it is in use."""
-    from bedplate.errors import ExternalFailure
-    from bedplate.run.listening import ListenOptions, check_port
-
-    try:
-        check_port(ListenOptions(port=8080))
-    except ExternalFailure:
-        return 0
-    return 8080
 
 
 def _answer_once(conversation: ChatSession, prompt: str, *, json: bool) -> None:

@@ -326,7 +326,12 @@ class Host:
 
     async def start(self) -> int:
         """Listen on the port and return it."""
-        port = await self.gateway.start(self.listen.host, self.listen.port)
+        try:
+            port = await self.gateway.start(self.listen.host, self.listen.port)
+        except ExternalFailure:
+            if not self.listen.any_port:
+                raise
+            port = await self.gateway.start(self.listen.host, 0)
         self.gateway.wanted = self._handle_waiting_request
         self._run_later(self._unload_idle())
         return port

@@ -17,6 +17,8 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 8080
+    any_port: bool = False
+    """Whether any free port will do if `port` is in use."""
     api_key: str | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     grace_s: float = 5.0
@@ -39,5 +41,7 @@ def check_port(listen: ListenOptions) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((listen.host, listen.port))
     except (OSError, OverflowError) as error:
+        if listen.any_port and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            return
         failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "a port is a number from 0 to 65535")
         raise explain_bind_failure(failure, listen.host, listen.port) from error

@@ -203,8 +203,8 @@ def build_listen_options(order: Order) -> ListenOptions:
     largest = order.max_body_bytes or DEFAULT_MAX_BODY_BYTES
     content = Path(order.log_content).expanduser().absolute() if order.log_content is not None else None
     return ListenOptions(
-        host=order.host, port=order.port, api_key=order.api_key, max_body_bytes=largest, log_content=content,
-        allow_hosts=order.allow_hosts, allow_origins=order.allow_origins, grace_s=order.grace_s,
+        host=order.host, port=order.port, any_port=order.any_port, api_key=order.api_key, max_body_bytes=largest,
+        log_content=content, allow_hosts=order.allow_hosts, allow_origins=order.allow_origins, grace_s=order.grace_s,
     )  # fmt: skip
 
 

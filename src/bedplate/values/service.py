@@ -78,6 +78,8 @@ class Order(Record, frozen=True, kw_only=True):
     """Name for `ps` and `stop`; `None`: derived from the model."""
     host: str = "127.0.0.1"
     port: int = 8080
+    any_port: bool = False
+    """Whether any free port will do if `port` is in use."""
     api_key: str | None = None
     allow_hosts: tuple[Name, ...] = ()
     """Further names of the endpoint that requests without a key may use."""
