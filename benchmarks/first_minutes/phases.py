@@ -44,7 +44,8 @@ def main() -> None:
 def measure(folder: Path, *, cold_cache: bool) -> Rows:
     clone = folder / "bedplate"
     env = {**os.environ, "BEDPLATE_HOME": str(folder / "home")}
-    for name in ("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL"):
+    # `make serve` writes bytecode too, also where the environment forbids it.
+    for name in ("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "PYTHONDONTWRITEBYTECODE"):
         env.pop(name, None)
     if cold_cache:
         env["UV_CACHE_DIR"] = str(folder / "cache")
