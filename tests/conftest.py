@@ -299,10 +299,15 @@ def served(builtin_gguf: Path, llama_environment: EngineEnvironment) -> Iterator
     wait_for(lambda: have_ended(below), "the engine's processes to end")
 
 
+def share_installed(home: Path, bedplate_home: Path) -> None:
+    """Gives a separate home the engines and models that all tests share."""
+    for name in ("engines", "models"):
+        (home / name).symlink_to(bedplate_home / name)
+
+
 @pytest.fixture
 def own_home(tmp_path: Path, bedplate_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A separate store and service folder. Engines and models are shared by all tests."""
-    for name in ("engines", "models"):
-        (tmp_path / name).symlink_to(bedplate_home / name)
+    share_installed(tmp_path, bedplate_home)
     monkeypatch.setenv("BEDPLATE_HOME", str(tmp_path))
     yield tmp_path

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from aiohttp import web
 from openai import OpenAI
-from tests.conftest import Served, have_ended, pin_to_one_core, start_serve, wait_for
+from tests.conftest import Served, have_ended, pin_to_one_core, share_installed, start_serve, wait_for
 
 from bedplate.run.environments import EngineEnvironment
 
@@ -118,8 +118,7 @@ def home(
 ) -> Path:
     """A separate store and service folder. Engines and models are shared by all tests."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    for name in ("engines", "models"):
-        (folder / name).symlink_to(bedplate_home / name)
+    share_installed(folder, bedplate_home)
     return folder
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.commands import invoke
-from tests.conftest import HANG_S, Served, have_ended, start_serve, wait_for
+from tests.conftest import HANG_S, Served, have_ended, share_installed, start_serve, wait_for
 from tests.private_ports import PrivatePort, find_private_port
 
 from bedplate.engines import get_engine
@@ -68,8 +68,7 @@ def shared(
     llama_environment: EngineEnvironment,
 ) -> Iterator[SharedEndpoint]:
     home = tmp_path_factory.mktemp("tenants")
-    for name in ("engines", "models"):
-        (home / name).symlink_to(bedplate_home / name)
+    share_installed(home, bedplate_home)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BEDPLATE_HOME", str(home))
         keys = {name: invoke("keys", "add", name).out.strip() for name in ("alice", "bob")}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.conftest import Served, wait_for
+from tests.conftest import Served, share_installed, wait_for
 from tests.measure.samples_of_agreement import make_plan
 
 from bedplate import store
@@ -27,8 +27,7 @@ FLOAT32 = 6
 def test_serve_checks_answers_once_and_stores_the_result(
     serve: Callable[..., Served], tmp_path: Path, bedplate_home: Path
 ) -> None:
-    for folder in ("engines", "models"):
-        (tmp_path / folder).symlink_to(bedplate_home / folder)
+    share_installed(tmp_path, bedplate_home)
     first = serve("--check", env={"BEDPLATE_HOME": str(tmp_path)})
     wait_for(lambda: "the float32 reference: 4" in "".join(first.stderr), "the answers to be checked")
     path = tmp_path / "store.sqlite"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from bedplate.errors import UsageError
+from bedplate.values.choices import join_with_or
 from bedplate.values.quoting import join_shell
 
 OTHER_WORDS = {
@@ -147,7 +148,7 @@ def _describe_option(context: click.Context | None, name: str, path: str) -> str
 def _describe_choices(param: click.Parameter | None) -> str | None:
     if param is None or not isinstance(param.type, click.Choice):
         return None
-    return f"choose {_join([str(getattr(one, 'value', one)) for one in param.type.choices])}"
+    return f"choose {join_with_or([str(getattr(one, 'value', one)) for one in param.type.choices])}"
 
 
 def _describe_type(param: click.Parameter) -> str | None:
@@ -193,7 +194,3 @@ def _suggest_quotes(extra: str, context: click.Context | None, arguments: Sequen
             if len(value) > 1 and extra.split()[-1] in value:
                 return f'quote a value that has spaces: {word} "{" ".join(value)}"'
     return None
-
-
-def _join(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

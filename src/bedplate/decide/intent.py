@@ -14,6 +14,7 @@ from bedplate.engines import load_engines
 from bedplate.engines.names import ORCHESTRATORS, find_engine_id, find_nearest_names, find_orchestrator_id
 from bedplate.errors import UsageError
 from bedplate.values.arrival import DEFAULT_THINK_TIME_S
+from bedplate.values.choices import join_with_or
 from bedplate.values.hardware import Hardware
 from bedplate.values.intent import DeployTarget, Intent, NodePool, Operations, PlatformTenant, Service
 from bedplate.values.record import R, from_json
@@ -295,7 +296,7 @@ def _explain_error(message: str, data: object, prefix: str, place: _FieldLocatio
     if what.startswith("Invalid enum value"):
         choices = _list_choices(path)
         near = difflib.get_close_matches(str(value), choices, 1)
-        required = f"must be {join_choices(choices)}, got {value}" if choices else f"cannot be {value}"
+        required = f"must be {join_with_or(choices)}, got {value}" if choices else f"cannot be {value}"
         return place.make_error(path, required, hint=f"did you mean {near[0]}?" if near else None)
     if re.search(r"of length >= 1", what):
         return place.make_error(path, "must not be empty")
@@ -316,7 +317,7 @@ def _get_at(data: Any, path: str) -> Any:
 def _describe_types(types: str) -> str:
     words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     words |= {"object": "a mapping of fields", "array": "a list"}
-    return join_choices([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
+    return join_with_or([words.get(kind, kind) for kind in types.split(" | ") if kind != "null"])
 
 
 def _describe_value(value: object) -> str:
@@ -331,11 +332,6 @@ def _describe_value(value: object) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return "nothing" if value is None else type(value).__name__
-
-
-def join_choices(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _find_record(path: str) -> type[msgspec.Struct]:
@@ -498,7 +494,7 @@ def _resolve_incumbent(operations: Operations, path: str, place: _FieldLocations
     if found is None:
         near = find_nearest_names(name)
         hint = (
-            f"did you mean {join_choices(near)}?" if near else f"known: {', '.join((*load_engines(), *ORCHESTRATORS))}"
+            f"did you mean {join_with_or(near)}?" if near else f"known: {', '.join((*load_engines(), *ORCHESTRATORS))}"
         )
         raise place.make_error(f"{path}.incumbent", f"unknown engine {name!r}", hint=hint)
     return msgspec.structs.replace(operations, incumbent=found)
@@ -510,7 +506,7 @@ def _resolve_engine(name: str, path: str, place: _FieldLocations) -> str:
     if found is None:
         near = find_nearest_names(name)
         raise place.make_error(
-            path, f"unknown engine {name!r}", hint=f"did you mean {join_choices(near)}?" if near else None
+            path, f"unknown engine {name!r}", hint=f"did you mean {join_with_or(near)}?" if near else None
         )
     return found
 

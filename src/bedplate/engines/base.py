@@ -50,6 +50,7 @@ from bedplate.values import (
     Workload,
 )
 from bedplate.values.capabilities import Capabilities, ToolSupport
+from bedplate.values.choices import join_with_or
 from bedplate.values.decision import CacheType, Device, PublishedWeights
 from bedplate.values.endpoint import StartPhase
 from bedplate.values.tuning import TunableSetting
@@ -464,16 +465,16 @@ class Engine:
         """Why it cannot run this model or task here; `None`: it can. The rules decide whether it should."""
         if hardware.os not in self.systems:
             return self.make_refusal(
-                "impossible", f"does not run on {hardware.os}", f"a machine with {_join_with_or(self.systems)}"
+                "impossible", f"does not run on {hardware.os}", f"a machine with {join_with_or(self.systems)}"
             )
         if self.find_target(hardware) is None:
             return self._refuse_hardware(hardware)
         if workload.task not in self.tasks:
             return self.make_refusal(
-                "impossible", f"does not support the task {workload.task}", f"a model to {_join_with_or(self.tasks)}"
+                "impossible", f"does not support the task {workload.task}", f"a model to {join_with_or(self.tasks)}"
             )
         if model.format not in (*self.formats, *self.converts, "facts"):
-            loads = _join_with_or(tuple(name.upper() if len(name) < 5 else name for name in self.formats))
+            loads = join_with_or(tuple(name.upper() if len(name) < 5 else name for name in self.formats))
             return self.make_refusal(
                 "impossible", f"loads {loads}, not {model.format}", "the same model in a supported format"
             )
@@ -870,7 +871,7 @@ class Engine:
         return msgspec.convert({"engine": self.id, "kind": kind, "why": why, "hint": hint}, Refusal)
 
     def _refuse_hardware(self, hardware: Hardware) -> Refusal:
-        whose = _join_with_or(tuple(VENDOR_NAMES.get(vendor, vendor) for vendor in self.vendors))
+        whose = join_with_or(tuple(VENDOR_NAMES.get(vendor, vendor) for vendor in self.vendors))
         if any(card.vendor in self.vendors for card in hardware.accelerators):
             least = ".".join(map(str, self.capability))
             return self.make_refusal(
@@ -987,10 +988,6 @@ def parse_version(version: str) -> tuple[int, ...]:
 def parse_capability(text: str | None) -> tuple[int, int] | None:
     major, _, minor = (text or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-
-
-def _join_with_or(words: tuple[str, ...]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _choose_article(word: str) -> str:

@@ -34,12 +34,7 @@ from bedplate.engines.shared import (
     widen_on_older_arm,
 )
 from bedplate.engines.traits import AdapterTraits, AdviceFlags, EstimateTraits, PrivatePort, ServerFeatures, TableNames
-from bedplate.engines.transformers_models import (
-    GENERATORS_5_22,
-    REMOTE_CODE_HINT,
-    explain_remote_code,
-    needs_remote_code,
-)
+from bedplate.engines.transformers_models import GENERATORS_5_22, REMOTE_CODE_HINT, OwnModels
 from bedplate.engines.visible import show_first
 from bedplate.values import Hardware, Launch, Model, Plan, Refusal, Settings, Weights, Workload, replace_fields
 from bedplate.values.decision import Device
@@ -120,12 +115,12 @@ QUANTIZATION_ROWS = (
 )  # fmt: skip
 
 
+OWN_MODELS = OwnModels(VERSION, GENERATORS_5_22)
+
+
 def check_architecture(launch: PlannedLaunch) -> str | None:
     """This version of Transformers has the model's architecture, without code of the model's repository."""
-    model = launch.model
-    if launch.plan.engine_version != VERSION or not needs_remote_code(model, GENERATORS_5_22):
-        return None
-    return explain_remote_code("Transformers", model.architecture)
+    return OWN_MODELS.explain(launch.model, launch.plan.engine_version, "Transformers")
 
 
 LAUNCH_RULES = (
@@ -222,9 +217,8 @@ class PyTorch(Engine):
     def refuse(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if refused := super().refuse(hardware, model, workload):
             return refused
-        if self.version == VERSION and needs_remote_code(model, GENERATORS_5_22):
-            why = explain_remote_code(VERSION, model.architecture)
-            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
+        if refused := OWN_MODELS.refuse(self, model):
+            return refused
         target = self.find_target(hardware)
         if target is not None and not self.list_weights(target, model, workload):
             why = f"does not load {model.quantization} weights on this device"

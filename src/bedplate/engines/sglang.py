@@ -80,12 +80,7 @@ from bedplate.engines.traits import (
     TableNames,
     TokenCounter,
 )
-from bedplate.engines.transformers_models import (
-    ARCHITECTURES_5_19,
-    REMOTE_CODE_HINT,
-    explain_remote_code,
-    needs_remote_code,
-)
+from bedplate.engines.transformers_models import ARCHITECTURES_5_19, REMOTE_CODE_HINT, OwnModels
 from bedplate.values import (
     Hardware,
     Launch,
@@ -264,7 +259,7 @@ chatglm deepseek-ocr deepseek_vl_v2 dots3_note dots_ocr dots_vlm exaone gigachat
 interns2_mobius interns2_mobius_text internvl_chat iquest_q1 iquest_q1_mtp jet_nemotron jet_vlm k2_horizon kimi_k2
 kimi_k3 kimi_vl locateanything minicpm_sala multi_modality nanbeige nemotron_h_puzzle spark2_5 step3_vl step3p5 xllm
 """
-ARCHITECTURES = ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split())
+OWN_MODELS = OwnModels(VERSION, ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split()))
 """Configurations of Transformers 5.19.0 and of srt/utils/hf_transformers/common.py of 0.5.23: _CONFIG_REGISTRY."""
 
 
@@ -294,10 +289,7 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
 
 def check_configuration(launch: PlannedLaunch) -> str | None:
     """This version or its Transformers has the model's configuration, without code of the model's repository."""
-    model = launch.model
-    if launch.plan.engine_version != VERSION or not needs_remote_code(model, ARCHITECTURES):
-        return None
-    return explain_remote_code("SGLang", model.architecture)
+    return OWN_MODELS.explain(launch.model, launch.plan.engine_version, "SGLang")
 
 
 def check_sparse_attention(launch: PlannedLaunch) -> str | None:
@@ -556,10 +548,7 @@ class Sglang(Engine):
         if model.architecture in NO_ARCHITECTURES:
             why = f"{self.version} does not have the architecture {model.architecture}"
             return self.make_refusal("impossible", why, "an engine that supports it")
-        if self.version == VERSION and needs_remote_code(model, ARCHITECTURES):
-            why = explain_remote_code(VERSION, model.architecture)
-            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
-        return None
+        return OWN_MODELS.refuse(self, model)
 
     def refuse_adapters(self, hardware: Hardware, model: Model, workload: Workload) -> Refusal | None:
         if model.num_experts and not _can_adapt_experts(model):

@@ -6,7 +6,12 @@ not set: it would be code that nobody here has read.
 
 from __future__ import annotations
 
-from bedplate.values import Model
+from typing import TYPE_CHECKING, NamedTuple
+
+from bedplate.values import Model, Refusal
+
+if TYPE_CHECKING:
+    from bedplate.engines.base import Engine
 
 _GENERATE = """
 afmoe apertus arcee aria aria_text audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba bart beam bert
@@ -58,13 +63,24 @@ OF_FACTS = frozenset(["", "unknown", "minimax_m3", "deepseek_ref"])
 """Names that bedplate's facts have for models without a `model_type` of their own."""
 
 
-def needs_remote_code(model: Model, known: frozenset[str]) -> bool:
-    """Whether the model's configuration or code is only in its repository."""
-    return model.format == "safetensors" and model.architecture not in known | OF_FACTS
-
-
-def explain_remote_code(engine: str, architecture: str) -> str:
-    return f"{engine} has no {architecture}, so that it would need code of the model's repository"
-
-
 REMOTE_CODE_HINT = "an engine that implements it, or GGUF weights; bedplate starts no code of a repository"
+
+
+class OwnModels(NamedTuple):
+    """The architectures that one version of an engine starts without code of the model's repository."""
+
+    version: str
+    names: frozenset[str]
+
+    def explain(self, model: Model, version: str | None, name: str) -> str | None:
+        """Why this version does not start the model; `None`: it does, or the list is of another version."""
+        architecture = model.architecture
+        if version != self.version or model.format != "safetensors":
+            return None
+        if architecture in self.names or architecture in OF_FACTS:
+            return None
+        return f"{name} has no {architecture}, so that it would need code of the model's repository"
+
+    def refuse(self, engine: Engine, model: Model) -> Refusal | None:
+        why = self.explain(model, engine.version, self.version)
+        return engine.make_refusal("impossible", why, REMOTE_CODE_HINT) if why is not None else None

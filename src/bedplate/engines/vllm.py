@@ -82,12 +82,7 @@ from bedplate.engines.traits import (
     TableNames,
     TokenCounter,
 )
-from bedplate.engines.transformers_models import (
-    ARCHITECTURES_5_19,
-    REMOTE_CODE_HINT,
-    explain_remote_code,
-    needs_remote_code,
-)
+from bedplate.engines.transformers_models import ARCHITECTURES_5_19, REMOTE_CODE_HINT, OwnModels
 from bedplate.engines.vllm_accelerators import (
     GAUDI_GRAPH_BYTES,
     GAUDI_METHODS,
@@ -343,7 +338,7 @@ RefinedWeb RefinedWebModel bagel bailing_moe_v3_vl chatglm colqwen3 deepseek_v41
 inkling_model isaac kimi_k2 kimi_k3 kimi_vl longcat_flash midashenglm moondream3 moss_transcribe_diarize openvla
 ops_colqwen3 ovis qwen3_vl_nemotron_embed step3_text step3_vl step3p5 ultravox unlimited-ocr unlimited_ocr
 """
-ARCHITECTURES = ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split())
+OWN_MODELS = OwnModels(VERSION, ARCHITECTURES_5_19 | frozenset(_OWN_CONFIGS.split()))
 """Configurations of Transformers 5.19.0, and those in transformers_utils/config.py of 0.32.0: _CONFIG_REGISTRY."""
 NO_PIPELINE = frozenset(["gemma3n", "bert", "xlm-roberta"])
 """Classes without SupportsPP in model_executor/models of 0.32.0."""
@@ -465,10 +460,7 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
 
 def check_configuration(launch: PlannedLaunch) -> str | None:
     """This version or its Transformers has the model's configuration, without code of the model's repository."""
-    model = launch.model
-    if launch.plan.engine_version != VERSION or not needs_remote_code(model, ARCHITECTURES):
-        return None
-    return explain_remote_code("vLLM", model.architecture)
+    return OWN_MODELS.explain(launch.model, launch.plan.engine_version, "vLLM")
 
 
 def check_pipeline(launch: PlannedLaunch) -> str | None:
@@ -768,9 +760,8 @@ class Vllm(Engine):
         if model.architecture in NO_ENCODERS:
             why = f"{self.version} does not have the architecture {model.architecture}"
             return self.make_refusal("impossible", why, "an engine that supports it")
-        if self.version == VERSION and needs_remote_code(model, ARCHITECTURES):
-            why = explain_remote_code(VERSION, model.architecture)
-            return self.make_refusal("impossible", why, REMOTE_CODE_HINT)
+        if refused := OWN_MODELS.refuse(self, model):
+            return refused
         if capability is None:
             return None
         if model.architecture in SPARSE_ATTENTION and capability[0] not in SPARSE_CAPABILITIES:

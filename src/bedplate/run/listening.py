@@ -41,7 +41,7 @@ def check_port(listen: ListenOptions) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((listen.host, listen.port))
     except (OSError, OverflowError) as error:
-        if listen.any_port and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            return
         failure = error if isinstance(error, OSError) else OSError(errno.EINVAL, "a port is a number from 0 to 65535")
+        if listen.any_port and failure.errno == errno.EADDRINUSE:
+            return
         raise explain_bind_failure(failure, listen.host, listen.port) from error

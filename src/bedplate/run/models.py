@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bedplate.decide.intent import join_choices, names_hardware
+from bedplate.decide.intent import names_hardware
 from bedplate.errors import NotPossible, UsageError
 from bedplate.facts.gguf import read_gguf
 from bedplate.facts.known_models import find_nearest
@@ -17,6 +17,7 @@ from bedplate.facts.short_names import list_family, resolve_short_name
 from bedplate.progress import Progress
 from bedplate.run import builtin
 from bedplate.values import Model, PublishedWeights, replace_fields
+from bedplate.values.choices import join_with_or
 from bedplate.values.intent import ModelNamed
 from bedplate.values.quoting import quote_shell
 
@@ -118,7 +119,7 @@ def find_inspected_model(text: str | None = None) -> Model:
 
 def _suggest_alternatives(text: str) -> str:
     if "/" not in text and (family := list_family(text)):
-        return f"did you mean {join_choices(family)}?"
+        return f"did you mean {join_with_or(family)}?"
     if names_hardware(text):
         return f'this names hardware: --hardware "{text}"'
     similar = find_nearest(text)

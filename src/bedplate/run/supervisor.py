@@ -313,13 +313,14 @@ class EngineLog:
         if text.startswith("#"):  # only bedplate's own lines do
             text = f" {text}"
         self.tail.append(text)
-        lines = [_describe_left_out(self._left_out), text] if self._left_out else [text]
-        if self._limit is not None and not self._limit.take(sum(map(len, map(_encode_line, lines))), time.monotonic()):
+        line = _encode_line(text)
+        if self._left_out:
+            line = _encode_line(_describe_left_out(self._left_out)) + line
+        if self._limit is not None and not self._limit.take(len(line), time.monotonic()):
             self._left_out += 1
             return
         self._left_out = 0
-        for line in lines:
-            self._write_line(line)
+        self._write(line)
 
     def _write_left_out(self) -> None:
         """Writes the last lines of an engine that has ended, which explain why, whatever the rate was."""
@@ -333,7 +334,9 @@ class EngineLog:
             self._write_line(text)
 
     def _write_line(self, text: str) -> None:
-        line = _encode_line(text)
+        self._write(_encode_line(text))
+
+    def _write(self, line: bytes) -> None:
         try:
             # Unbuffered: nothing is lost when bedplate is killed, and closing cannot fail.
             if self._file is not None and self._file.tell() + len(line) > LOG_BYTES:
