@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -244,22 +245,26 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
 
 
 @pytest.mark.measures
-def test_help_starts_in_at_most_three_times_the_import_of_typer() -> None:
-    """At most three times what importing typer takes beyond bare Python, by the best of several interleaved runs.
+def test_help_starts_in_at_most_twice_the_import_of_typer(tmp_path: Path) -> None:
+    """At most twice what importing typer takes beyond bare Python, by the best of several interleaved runs.
 
-    A ratio within one run, because machines differ and may be busy. It is about two.
+    A ratio within one run, because machines differ and may be busy. It is about 1.2. The bytecode of all three is
+    written first, to a folder of the test, because an environment can forbid to write it beside the code.
     """
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def took(*arguments: str) -> float:
         began = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=True)
         return time.perf_counter() - began
 
-    took("-m", "bedplate", "--help")  # writes bytecode, where that is allowed
     commands = (("-c", "pass"), ("-c", "import typer"), ("-m", "bedplate", "--help"))
+    for command in commands:
+        took(*command)
     rounds = [tuple(took(*command) for command in commands) for _ in range(9)]
     bare, library, ours = (min(side) for side in zip(*rounds, strict=True))
-    assert ours - bare < 3 * (library - bare)
+    assert ours - bare < 2 * (library - bare)
 
 
 ENGINES_NAMED_OUTSIDE = 15

@@ -94,5 +94,22 @@ def test_a_named_verb_is_built_alone_and_with_the_same_help() -> None:
             for tree in (alone, whole)
         )
         assert shown == expected
-    for words in ([], ["--help"], ["plann"], ["--version", "plan"]):
+    for words in (["plann"], ["--version", "plan"], ["--help", "--version"]):
         assert build_app_for(words) is app
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_the_overview_is_built_without_options_and_reads_the_same(words: list[str]) -> None:
+    """The options of all verbs take longer to build than to import."""
+    overview, whole = (typer.main.get_command(one) for one in (build_app_for(words), app))
+    assert isinstance(overview, click.Group) and not any(verb.params for verb in overview.commands.values())
+    shown, expected = (
+        one.get_help(click.Context(one, info_name="bedplate", terminal_width=80)) for one in (overview, whole)
+    )
+    assert shown == expected
+
+
+def test_completion_of_the_first_word_knows_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell gives the words in the environment, and no arguments."""
+    monkeypatch.setenv("_BEDPLATE_COMPLETE", "complete_bash")
+    assert build_app_for([]) is app

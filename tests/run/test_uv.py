@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -125,3 +126,23 @@ def test_engine_environments_use_uv_python(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("UV_PYTHON")
     assert Path(find_engine_python()).exists()
     assert Path(find_uv()).exists()
+
+
+def test_threads_that_look_for_uv_at_the_same_time_all_find_it() -> None:
+    """In a process of its own, where nothing has read the variables of sysconfig yet."""
+    code = """
+import sys, threading
+from bedplate.run.uv import find_uv
+import uv
+sys.setswitchinterval(1e-6)
+together, found = threading.Barrier(8), []
+def look():
+    together.wait()
+    found.append(find_uv())
+threads = [threading.Thread(target=look) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found), len(set(found)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["8", "1"]

@@ -202,8 +202,8 @@ def _read_global_options(
 ) -> None: ...
 
 
-def make_app(verbs: Iterable[ModuleType]) -> typer.Typer:
-    """The command line with these verbs."""
+def make_app(verbs: Iterable[ModuleType], *, options: bool = True) -> typer.Typer:
+    """The command line with these verbs. Without their options they can only be listed."""
     made = typer.Typer(
         name="bedplate",
         cls=GroupedVerbs,
@@ -218,25 +218,35 @@ def make_app(verbs: Iterable[ModuleType]) -> typer.Typer:
     )
     made.callback()(_read_global_options)
     for verb in verbs:
-        if hasattr(verb, "app"):
-            made.add_typer(verb.app, name=get_verb_name(verb))
+        name, group = get_verb_name(verb), getattr(verb, "app", None)
+        function = getattr(verb, verb.__name__.rpartition(".")[2], _list_only)
+        if not options:
+            made.command(name, help=group.info.help if group else function.__doc__)(_list_only)
+        elif group:
+            made.add_typer(group, name=name)
         else:
-            function = getattr(verb, verb.__name__.rpartition(".")[2])
-            made.command(get_verb_name(verb), epilog=verb.EXAMPLES)(function)
+            made.command(name, epilog=verb.EXAMPLES)(function)
     return made
+
+
+def _list_only() -> None: ...
 
 
 engines_use.register(engines.app)
 for verb in (runs_show, runs_discard, runs_export):
     verb.register(runs.app)
+LISTS_VERBS: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 VERBS = tuple(chain.from_iterable(PANELS.values()))
 app = make_app(VERBS)
 
 
 def build_app_for(arguments: Sequence[str]) -> typer.Typer:
     """typer builds all options of all verbs before it runs one, which takes as long as a plan. So the verb comes alone,
-    unless the first argument is not a verb: then help, completion and the suggestions for a typing error need all."""
-    asked = [verb for verb in VERBS if [get_verb_name(verb)] == list(arguments[:1])]
+    and the list of verbs without options. Only completion and the suggestions for a typing error need all."""
+    given = list(arguments)
+    if given in LISTS_VERBS and completion.VARIABLE not in os.environ:
+        return make_app(VERBS, options=False)
+    asked = [verb for verb in VERBS if [get_verb_name(verb)] == given[:1]]
     return make_app(asked) if asked else app
 
 
