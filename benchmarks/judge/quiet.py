@@ -1,14 +1,14 @@
 """The measurements of `compare`, `gate` and `bench --budget` that need a machine that does nothing else.
 
-    python benchmarks/judge/quiet.py             # at most 35 minutes; run it again to continue after an interruption
+    python benchmarks/judge/quiet.py             # about 50 minutes; run it again to continue after an interruption
     python benchmarks/judge/quiet.py --figures   # measures nothing: prints the figures of the stored rounds
 
-1. Which of some slower settings costs about 10 %: a few interleaved rounds of all of them.
-2. 80 interleaved rounds of two equal processes of llama.cpp and a third one with that setting, with the built-in model.
-   Rounds during which other processes used more than a tenth of the CPU are measured again. From these rounds
+1. 64 interleaved rounds of two equal processes of llama.cpp and two with slower settings, with the built-in model. Each
+   process is started anew in each round. Rounds during which other processes used more than a tenth of the CPU are
+   measured again. Of the slower settings the one whose loss is nearest to 10 % is kept. From these rounds
    tests/judge/test_false_alarms.py draws comparisons: at most 10 of 200 of equal builds may say worse or migrate, and
    the loss must be found in 8 of 10.
-3. `bedplate bench --budget 60s`, three times: it must end within 75 s. The third one has a model without a reference,
+2. `bedplate bench --budget 60s`, three times: it must end within 75 s. The third one has a model without a reference,
    which is computed within the budget if PyTorch is installed (bedplate engines install pytorch).
 
 Writes rounds.json.xz and budget.json beside this file; what is not finished yet is under --folder.
@@ -35,40 +35,33 @@ from bedplate.judge.effect import estimate_effect
 from bedplate.measure.moments import format_now
 from bedplate.measure.references import find_pytorch
 from bedplate.measure.watch import measure_idle_share
-from bedplate.values.run import Load
+from bedplate.values.record import replace_fields
+from bedplate.values.run import Load, Run
 from bedplate.values.units import format_seconds
 
 HERE = Path(__file__).parent
-MODEL = HERE.parents[1] / "tests" / "models" / "qwen2"
+MODEL = HERE.parents[1] / "tests" / "models" / "llama"
 ENGINE = "llama.cpp"
-LOAD = Load(concurrency=4, prompt_tokens=64, output_tokens=32)
-SLOWER = ("slots=3", "slots=2", "slots=1", "batch_tokens=32", "batch_tokens=16", "batch_tokens=8")
+LOAD = Load(concurrency=4, prompt_tokens=32, output_tokens=16)
+SLOWER = ("slots=3", "batch_tokens=12")
 LOSS, MOST_OFF = 0.9, 0.03
-CHOICE_ROUNDS, CHOICE_S = 5, 240.0
-ROUNDS, LEAST_ROUNDS, ROUNDS_S = 80, 60, 1560.0
+ROUNDS, LEAST_ROUNDS, ROUNDS_S = 64, 60, 2580.0
 BUDGET_S, LIMIT_S = 60, 75.0
 
 
-def choose_setting(folder: Path, seconds: float, rounds: int, quiet_only: bool) -> str:
-    """The slower setting whose loss is nearest to 10 %."""
-    file = RoundsFile(folder / "settings.jsonl")
-    if Collection.count(file, quiet_only) < rounds:
-        print(f"which setting costs about {1 - LOSS:.0%}: {rounds} interleaved rounds")
-        collection = Collection(ENGINE, LOAD, seconds, ("", *SLOWER))
-        collection.measure(file, rounds, most_s=CHOICE_S, each=rounds, quiet_only=quiet_only)
-    usual, *others = file.make_run(quiet_only=quiet_only).cells
-    found = {}
-    for cell in others:
-        effect = estimate_effect(usual, cell, "output_tok_s", 0.95)
-        if effect is not None:
-            found[cell.notes] = effect.gain.value
+def choose_setting(run: Run) -> Run:
+    """Two equal processes and the slower setting whose loss is nearest to 10 %."""
+    usual, equal, *others = run.cells
+    found = {
+        cell.notes: effect.gain.value
+        for cell in others
+        if (effect := estimate_effect(usual, cell, "output_tok_s", 0.95)) is not None
+    }
     print("speed with slower settings: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
     nearest = min(found, key=lambda name: abs(found[name] - LOSS))
     if abs(found[nearest] - LOSS) > MOST_OFF:
-        print(
-            f"no setting costs {1 - LOSS:.0%} within {MOST_OFF:.0%}: change SLOWER, or remove {file.path} to try again"
-        )
-    return nearest
+        raise SystemExit(f"no setting costs {1 - LOSS:.0%} within {MOST_OFF:.0%}: change SLOWER and measure again")
+    return replace_fields(run, cells=(usual, equal, *(cell for cell in others if cell.notes == nearest)))
 
 
 @contextlib.contextmanager
@@ -129,7 +122,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE.parents[1] / "build" / "judge", help="for unfinished work")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for rounds.json.xz and budget.json")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--choice-rounds", type=int, default=CHOICE_ROUNDS)
     parser.add_argument("--seconds", type=float, default=4.0, help="measurement window of one repeat")
     parser.add_argument("--budget", type=int, default=BUDGET_S)
     parser.add_argument("--times", type=int, default=3, help="runs with a budget")
@@ -140,16 +132,15 @@ def main() -> None:
         began = time.monotonic()
         print(f"the CPU is {measure_idle_share(3.0):.0%} idle; PyTorch is {'' if find_pytorch() else 'not '}installed")
         if not kept.exists():
-            slower = choose_setting(asked.folder, asked.seconds, asked.choice_rounds, not asked.busy)
             file = RoundsFile(asked.folder / "rounds.jsonl")
-            print(f"{asked.rounds} interleaved rounds: two equal processes, and one with {slower}")
-            collection = Collection(ENGINE, LOAD, asked.seconds, ("", "", slower))
+            print(f"{asked.rounds} interleaved rounds: two equal processes, and {' and '.join(SLOWER)}")
+            collection = Collection(ENGINE, LOAD, asked.seconds, ("", "", *SLOWER))
             collection.measure(file, asked.rounds, most_s=ROUNDS_S, quiet_only=not asked.busy)
             measured = Collection.count(file, not asked.busy)
             if measured < min(asked.rounds, LEAST_ROUNDS):
                 print(f"{measured} of {asked.rounds} rounds; run it again to continue")
             else:
-                keep_rounds(file.make_run(quiet_only=not asked.busy), kept)
+                keep_rounds(choose_setting(file.make_run(quiet_only=not asked.busy)), kept)
                 print(f"wrote {kept}")
         timed = read_budget(budget)
         while len(timed) < asked.times:
@@ -158,7 +149,7 @@ def main() -> None:
             budget.write_text(json.dumps(timed, indent=1) + "\n")
         print(f"took {format_seconds(time.monotonic() - began)}")
     if kept.exists():
-        print_figures(read_rounds(kept), 5)
+        print_figures(read_rounds(kept))
     print_budget(read_budget(budget))
 
 

@@ -1,8 +1,8 @@
 """How often does `compare` raise a false alarm between two processes of one engine, and does it find gains and losses?
 
-Runs two processes of the real engine with the built-in model in interleaved rounds. Samples sequences of neighbouring
-rounds from the measurements, so that drift and disturbances are preserved. Simulates a gain by shortening the times of
-one side. With --slower, a third process with a slower setting takes part in each round: a real loss.
+Runs two processes of the real engine with the built-in model in interleaved rounds, and draws comparisons from blocks
+of neighbouring rounds. Simulates a gain by shortening the times of one side. With --slower, a third process with a
+slower setting takes part in each round: a real loss.
 
     python benchmarks/judge/same_engine.py --turns 40 --rounds noise.jsonl
     python benchmarks/judge/same_engine.py --from noise.jsonl
@@ -19,13 +19,11 @@ import math
 import random
 import statistics
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from bedplate.changing.gate import ROUNDS as GATE_ROUNDS
 from bedplate.facts.hardware import probe
 from bedplate.judge.compare import compare
 from bedplate.judge.effect import estimate_effect
@@ -45,6 +43,8 @@ from bedplate.values.units import format_seconds
 
 GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="assumed here")
 WARMUP_S = 1.0
+BLOCK = 4
+COUNTS = (8, 12, 16, 20)
 
 
 class RoundsHeader(Record, frozen=True, kw_only=True):
@@ -134,51 +134,47 @@ class Collection:
             model=ready.plan.model.name, load=load, seconds=seconds, settings=settings,
         )  # fmt: skip
 
-    def measure(self, file: RoundsFile, wanted: int, *, most_s: float, each: int = 8, quiet_only: bool = True) -> None:
+    def measure(self, file: RoundsFile, wanted: int, *, most_s: float, quiet_only: bool = True) -> None:
         """Until `wanted` rounds are kept, or no further one fits into `most_s`; at least one is measured.
 
-        Rounds during which other processes used the CPU are measured again. The processes are started anew every `each`
-        rounds, so that a difference between two starts does not look like one between two builds.
+        Rounds during which other processes used the CPU are measured again.
         """
         if file.header is None:
             file.add(self.header)
         elif (file.header.settings, file.header.load) != (self.settings, self.load):
             raise SystemExit(f"{file.path} has rounds of another load or setting; move it away")
-        began: float | None = None
-        longest_s = 0.0
-        while (left := wanted - self.count(file, quiet_only)) > 0:
-            if began is not None and time.monotonic() - began + longest_s > most_s:
+        began, longest_s = time.monotonic(), 0.0
+        while self.count(file, quiet_only) < wanted:
+            at_s = time.monotonic()
+            if longest_s and at_s - began + longest_s > most_s:
                 break
-            with ExitStack() as stack:
-                started = [stack.enter_context(run_engine(one, SilentProgress())) for one in self.starts]
-                began = time.monotonic() if began is None else began  # however long the first start takes
-                for _ in range(min(each, left)):
-                    at_s = time.monotonic()
-                    if at_s - began + longest_s > most_s:
-                        break
-                    number = len(file.rounds)
-                    file.add(Round(number=number, repeats=self._measure_round(number, started)))
-                    longest_s = max(longest_s, time.monotonic() - at_s)
-                    self._report(file, wanted, quiet_only, time.monotonic() - began)
+            number = len(file.rounds)
+            file.add(Round(number=number, repeats=self._measure_round(number)))
+            longest_s = max(longest_s, time.monotonic() - at_s)
+            self._report(file, wanted, quiet_only, time.monotonic() - began)
 
-    def _measure_round(self, number: int, started: list[RunningEngine]) -> tuple[Repeat, ...]:
+    def _measure_round(self, number: int) -> tuple[Repeat, ...]:
+        """Each process is started for its repeat, as `gate` does: two starts of one build differ by up to a tenth."""
         found: dict[int, Repeat] = {}
-        for side in range(len(started)) if number % 2 == 0 else reversed(range(len(started))):
-            one, moments = started[side], dict[str, str]()
-            target = LoadTarget.from_url(one.url, key=one.key, model=self.name)
-            with Watcher(make_meters(one)) as watcher:
+        for side in range(len(self.starts)) if number % 2 == 0 else reversed(range(len(self.starts))):
+            with run_engine(self.starts[side], SilentProgress()) as started:
+                found[side] = self._measure_repeat(number, started)
+        return tuple(found[side] for side in range(len(self.starts)))
 
-                def mark(moment: str, moments: dict[str, str] = moments, watcher: Watcher = watcher) -> None:
-                    moments[moment] = format_now(milliseconds=True)
-                    watcher.mark(moment)
+    def _measure_repeat(self, number: int, started: RunningEngine) -> Repeat:
+        target, moments = LoadTarget.from_url(started.url, key=started.key, model=self.name), dict[str, str]()
+        with Watcher(make_meters(started)) as watcher:
 
-                repeat = measure_apart(
-                    target, self.load, seconds=self.seconds, warmup_s=WARMUP_S, round=number, check=False, watch=mark
-                )
-            use, engine = watcher.summarize_readings()
-            at = repeat.at or moments.get("begin")
-            found[side] = _shorten(replace_fields(repeat, at=at, use=use, engine=engine))
-        return tuple(found[side] for side in range(len(started)))
+            def mark(moment: str) -> None:
+                moments[moment] = format_now(milliseconds=True)
+                watcher.mark(moment)
+
+            repeat = measure_apart(
+                target, self.load, seconds=self.seconds, warmup_s=WARMUP_S, round=number, check=False, watch=mark
+            )
+        use, engine = watcher.summarize_readings()
+        at = repeat.at or moments.get("begin")
+        return _shorten(replace_fields(repeat, at=at, use=use, engine=engine))
 
     @staticmethod
     def count(file: RoundsFile, quiet_only: bool) -> int:
@@ -251,53 +247,43 @@ def _faster(sample: Sample, gain: float) -> Sample:
     )
 
 
-def drawn(a: Cell, b: Cell, repeats: int, gain: float, dice: random.Random) -> tuple[Cell, Cell]:
-    """Some neighbouring rounds; which process is A is random, so that a difference between them is no gain."""
-    first = dice.randrange(len(a.repeats) - repeats + 1)
-    one, other = (a, b) if dice.random() < 0.5 else (b, a)
-    chosen = slice(first, first + repeats)
-    quicker = tuple(faster(repeat, gain) for repeat in other.repeats[chosen])
-    return (
-        replace_fields(one, id="A", quality=GOOD, repeats=one.repeats[chosen]),
-        replace_fields(other, id="B", quality=GOOD, repeats=quicker),
-    )
+def choose_rounds(total: int, count: int, dice: random.Random) -> list[int]:
+    """Rounds of one comparison, in blocks of four neighbours so that drift within minutes is preserved; none twice.
+
+    Sequences of neighbouring rounds would overlap: 200 of them would be only a few independent comparisons.
+    """
+    first = dice.randrange(total % BLOCK + 1)
+    blocks = dice.sample(range(first, total - BLOCK + 1, BLOCK), math.ceil(count / BLOCK))
+    return sorted(start + place for start in blocks for place in range(BLOCK))[:count]
 
 
-def answers(a: Cell, b: Cell, repeats: int, gain: float, times: int, seed: int = 1) -> collections.Counter[str]:
-    dice = random.Random(seed)
-    return collections.Counter(
-        compare([one], [other]).answer for one, other in (drawn(a, b, repeats, gain, dice) for _ in range(times))
-    )
-
-
-def codes(a: Cell, b: Cell, repeats: int, times: int, seed: int = 1, *, swap: bool = True) -> collections.Counter[int]:
-    """Exit codes of many comparisons of neighbouring rounds. `swap`: which one is the baseline is random."""
+def codes(
+    a: Cell, b: Cell, rounds: int, times: int, seed: int = 1, *, swap: bool = True, gain: float = 1.0
+) -> collections.Counter[int]:
+    """Exit codes of comparisons of resampled rounds. `swap`: which one is the baseline is random. `gain`: a simulated
+    gain of the challenger."""
     dice = random.Random(seed)
     found: collections.Counter[int] = collections.Counter()
     for _ in range(times):
-        first = dice.randrange(len(a.repeats) - repeats + 1)
-        sides = [
-            replace_fields(cell, id=name, quality=GOOD, repeats=cell.repeats[first : first + repeats])
-            for name, cell in (("A", a), ("B", b))
-        ]
-        found[compare(*([one] for one in (reversed(sides) if swap and dice.random() < 0.5 else sides))).exit_code] += 1
-    return found
-
-
-def separate(a: Cell, b: Cell, repeats: int) -> collections.Counter[int]:
-    """Exit codes of comparisons that share no round; A is the baseline."""
-    found: collections.Counter[int] = collections.Counter()
-    for first in range(0, len(a.repeats) - repeats + 1, repeats):
-        sides = [
-            [replace_fields(cell, id=name, quality=GOOD, repeats=cell.repeats[first : first + repeats])]
-            for name, cell in (("A", a), ("B", b))
-        ]
+        chosen = choose_rounds(len(a.repeats), rounds, dice)
+        one, other = (b, a) if swap and dice.random() < 0.5 else (a, b)
+        baseline = [_limit_to_speed(one.repeats[number]) for number in chosen]
+        challenger = [faster(_limit_to_speed(other.repeats[number]), gain) for number in chosen]
+        sides = (
+            [replace_fields(one, id="A", quality=GOOD, repeats=tuple(baseline))],
+            [replace_fields(other, id="B", quality=GOOD, repeats=tuple(challenger))],
+        )
         found[compare(*sides).exit_code] += 1
     return found
 
 
-def print_figures(run: Run, repeats: int) -> None:
-    """What the rounds show. `repeats`: of each side in one comparison with a simulated gain."""
+def _limit_to_speed(repeat: Repeat) -> Repeat:
+    """Without the times of first tokens: they do not decide here, and their intervals take most of the time."""
+    return replace_fields(repeat, samples=tuple(replace_fields(sample, ttft_ms=None) for sample in repeat.samples))
+
+
+def print_figures(run: Run) -> None:
+    """What the rounds show."""
     a, b, *others = run.cells
     whole = estimate_effect(a, b, "output_tok_s", 0.95)
     rates = [rate(repeat) for cell in (a, b) for repeat in cell.repeats]
@@ -308,21 +294,21 @@ def print_figures(run: Run, repeats: int) -> None:
     if whole is not None:
         found = whole.gain
         print(f"B over A {found.value:.3f} ({found.low:.3f} to {found.high:.3f}); pairs vary by {whole.noise or 0:.1%}")
-    rounds = min(GATE_ROUNDS, len(a.repeats))
-    print(f"equal builds: {describe_codes(codes(a, b, rounds, 200))} of 200 comparisons of {rounds} rounds")
-    for slower in others:
-        loss = estimate_effect(a, slower, "output_tok_s", 0.95)
-        blocks = separate(a, slower, rounds)
-        print(f"{slower.notes}: {loss.gain.value if loss else 0:.3f} of the speed; "
-              f"{describe_codes(codes(a, slower, rounds, 50, swap=False))} of 50 comparisons of {rounds} rounds; "
-              f"{describe_codes(blocks)} of {blocks.total()} comparisons that share no round")  # fmt: skip
-    repeats = min(repeats, len(a.repeats))
-    for gain, times in ((1.0, 200), (1.15, 100)):
-        print(f"simulated gain {gain:g}, {repeats} repeats: {dict(answers(a, b, repeats, gain, times))} of {times}")
+    for rounds in COUNTS:
+        if rounds > len(a.repeats) - BLOCK:
+            break
+        print(f"comparisons of {rounds} rounds:")
+        print(f"  200 of equal builds: {describe_codes(codes(a, b, rounds, 200))}")
+        print(f"  50 with a simulated gain of 15 %: {describe_codes(codes(a, b, rounds, 50, gain=1.15))}")
+        for slower in others:
+            loss = estimate_effect(a, slower, "output_tok_s", 0.95)
+            speed = f"{loss.gain.value:.3f}" if loss else "an unknown share"
+            lost = describe_codes(codes(a, slower, rounds, 50, swap=False))
+            print(f"  50 with {slower.notes}, {speed} of the speed: {lost}")
 
 
 def describe_codes(found: collections.Counter[int]) -> str:
-    names = {30: "worse", 10: "migrate", 20: "not proven", 0: "no loss"}
+    names = {30: "worse", 10: "migrate", 20: "not proven", 0: "stay"}
     return ", ".join(f"{found[code]} {name}" for code, name in names.items())
 
 
@@ -334,7 +320,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5, help="repeats per side in one comparison")
     parser.add_argument("--slower", metavar="NAME=VALUE", help="a third process with this setting, such as slots=3")
     parser.add_argument(
         "--rounds", type=Path, default=Path("rounds.jsonl"), help="file for the rounds; it is continued"
@@ -346,7 +331,7 @@ def main() -> None:
         settings = ("", "") if asked.slower is None else ("", "", asked.slower)
         collection = Collection(asked.engine, load, asked.seconds, settings)
         collection.measure(RoundsFile(asked.rounds), asked.turns, most_s=math.inf, quiet_only=False)
-    print_figures(read_rounds(asked.kept or asked.rounds), asked.repeats)
+    print_figures(read_rounds(asked.kept or asked.rounds))
 
 
 if __name__ == "__main__":

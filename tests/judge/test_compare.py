@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.judge.made_cells import GOOD, Noise, make_cell, make_pair, make_repeat, make_sample, with_settings
 
+from bedplate.changing.gate import ROUNDS
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.errors import UsageError
 from bedplate.judge.compare import compare
@@ -23,7 +24,6 @@ from bedplate.values.structured import StructuredAnswer, StructuredOutput, Struc
 from bedplate.values.verdict import MetricName, Verdict
 from bedplate.values.workload import LatencyTarget
 
-GATE_ROUNDS = 8
 """What `bedplate gate` measures by default."""
 QUIET = {"request": 0.03, "repeat": 0.008, "drift": 0.01}
 
@@ -93,7 +93,7 @@ class TestPower:
         return collections.Counter(compare(*make_pair(noise, gain, repeats, (4,))).exit_code for _ in range(times))
 
     def test_a_loss_of_10_percent_is_found_at_least_8_times_in_10(self) -> None:
-        assert self.count_codes(0.9, 30, seed=12, repeats=GATE_ROUNDS)[30] >= 24
+        assert self.count_codes(0.9, 30, seed=12, repeats=ROUNDS)[30] >= 24
 
     def test_a_loss_of_15_percent_never_says_migrate(self) -> None:
         found = self.count_answers(1 / 1.15, 30, seed=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from tests.judge.made_cells import Noise, make_pair, make_sample
 
 from bedplate.judge.compare import compare
-from bedplate.judge.effect import pair_rounds
 from bedplate.values import replace_fields
 from bedplate.values.run import ResourceUse, RunEnvironment
 
@@ -31,10 +31,20 @@ def same_engine() -> ModuleType:
 
 def test_finds_the_gain_that_was_put_in(same_engine: ModuleType) -> None:
     (a,), (b,) = make_pair(Noise(1, request=0.02, repeat=0.005, drift=0.0), 1.0, repeats=20)
-    one, other = same_engine.drawn(a, b, 5, 1.15, random.Random(2))
-    effects = compare([one], [other]).effects
+    quicker = replace_fields(b, repeats=tuple(same_engine.faster(repeat, 1.15) for repeat in b.repeats))
+    effects = compare([a], [quicker]).effects
     assert all(effect.gain.value == pytest.approx(1.15, rel=0.03) for effect in effects) and len(effects) == 3
-    assert len(pair_rounds([repeat.at for repeat in one.repeats], [repeat.at for repeat in other.repeats])) == 5
+
+
+def test_comparisons_are_drawn_from_blocks_of_neighbouring_rounds(same_engine: ModuleType) -> None:
+    """None of them twice: equal moments could not be paired."""
+    dice, drawn = random.Random(3), set[int]()
+    for _ in range(100):
+        chosen = same_engine.choose_rounds(22, 12, dice)
+        assert len(chosen) == len(set(chosen)) == 12 and chosen == sorted(chosen)
+        drawn.update(chosen)
+        assert [b - a for a, b in itertools.pairwise(chosen)].count(1) >= 9  # three in each block
+    assert drawn == set(range(22))
 
 
 def test_a_faster_sample_keeps_its_duration_consistent(same_engine: ModuleType) -> None:
@@ -79,14 +89,13 @@ def test_rounds_with_other_processes_are_left_out(same_engine: ModuleType, tmp_p
     assert [len(cell.repeats) for cell in same_engine.read_rounds(path).cells] == [17] * 3
 
 
-def test_comparisons_that_share_no_round_are_counted(same_engine: ModuleType, tmp_path: Path) -> None:
+def test_a_slower_setting_is_counted_as_worse(same_engine: ModuleType, tmp_path: Path) -> None:
     write_rounds(same_engine, tmp_path / "rounds.jsonl", set())
     a, _, slower = same_engine.read_rounds(tmp_path / "rounds.jsonl").cells
-    found = same_engine.separate(a, slower, 8)
-    assert found == {30: 2} and same_engine.describe_codes(found) == "2 worse, 0 migrate, 0 not proven, 0 no loss"
+    found = same_engine.codes(a, slower, 8, 2, swap=False)
+    assert found == {30: 2} and same_engine.describe_codes(found) == "2 worse, 0 migrate, 0 not proven, 0 stay"
 
 
 def test_counts_the_verdicts_of_many_comparisons(same_engine: ModuleType) -> None:
     (a,), (b,) = make_pair(Noise(1, request=0.02, repeat=0.005, drift=0.0), 1.0, repeats=20)
-    found = same_engine.answers(a, b, 5, 1.3, 10)
-    assert found == {"migrate": 10}
+    assert same_engine.codes(a, b, 8, 10, gain=1.3) == {10: 10}

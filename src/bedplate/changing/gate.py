@@ -25,9 +25,9 @@ from bedplate.values.run import Cell, GateSide, Load, Role, Run, Subject
 from bedplate.values.verdict import TOLERANCE, MetricName
 from bedplate.values.workload import LatencyTarget
 
-ROUNDS = 8
+ROUNDS = 16
 BUDGET_S = 600.0
-SECONDS = 10.0
+SECONDS = 5.0
 LOADS = (Load(concurrency=4),)
 
 

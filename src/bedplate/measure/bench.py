@@ -469,18 +469,19 @@ def _measure_planned_engines(one: BenchRun, facts: Model | None) -> None:
 
 
 def _measure_rounds(one: BenchRun) -> None:
-    matrix, failed = one.matrix, set[str]()
+    matrix, ended = one.matrix, set[str]()
     subjects: list[ModelDecision | EndpointSubject] = [*one.subjects, *one.endpoints]
     for turn in range(matrix.turns):
         # Reverse the order in every second round, so that drift affects all engines equally.
         for subject in subjects if turn % 2 == 0 else subjects[::-1]:
             label = _label(one, subject)
-            if label in failed or not _needs_measuring(one, label, turn):
+            if label in ended or not _needs_measuring(one, label, turn):
                 continue
             start_s = 0.0 if isinstance(subject, EndpointSubject) else _estimate_start_s(one, subject)
             if not one.wall.has_time_for(start_s):
                 why = f"not started in round {turn + 1}: {one.wall.describe_spent(start_s)}"
                 one.leave_out(label, why, "give a larger --budget")
+                ended.add(label)  # the next rounds have less time
                 continue
             try:
                 if isinstance(subject, EndpointSubject):
@@ -490,7 +491,7 @@ def _measure_rounds(one: BenchRun) -> None:
             except (ExternalFailure, NotPossible) as error:
                 if matrix.sides:
                     raise
-                failed.add(label)
+                ended.add(label)
                 one.leave_out(label, error.summary, error.hint)
 
 
