@@ -307,6 +307,20 @@ def test_does_not_start_a_failed_engine_again(home: Path, monkeypatch: pytest.Mo
     assert [one.engine for one in store.find_run().left_out] == ["pytorch"]
 
 
+def test_an_engine_without_time_is_named_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start takes longer than the budget; the second round has even less time."""
+    from bedplate.measure import bench as module
+
+    tried: list[tuple[str, int]] = []
+    monkeypatch.setattr(module, "_measure_engine", lambda one, subject, turn: tried.append((subject.engine.id, turn)))
+    monkeypatch.setattr(module, "fetch_facts", lambda *asked: replace_fields(read_builtin_facts(), files=()))
+    loads = make_closed_loads((1,), prompt_tokens=24, output_tokens=8)
+    with pytest.raises(ExternalFailure, match="nothing could be measured"):
+        bench(engines=("llama.cpp", "pytorch"), loads=loads, budget_s=30.0, check_quality=False)
+    assert tried == [("llama.cpp", 0), ("llama.cpp", 1)]
+    assert [one.engine for one in store.find_run().left_out] == ["pytorch"]
+
+
 def test_plans_with_the_tunings_that_serve_uses(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bedplate.measure import bench as module
 
