@@ -240,8 +240,10 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
     code = "import sys; sys.argv = ['bedplate', 'plan', '--json']\ntry:\n import bedplate.cli; bedplate.cli.main()\n"
     code += "except SystemExit: pass\nprint('LOADED', *sorted(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    loaded = {name.split(".")[0] for name in out.rpartition("LOADED ")[2].split()}
+    modules = set(out.rpartition("LOADED ")[2].split())
+    loaded = {name.split(".")[0] for name in modules}
     assert not loaded & {"numpy", "aiohttp", "huggingface_hub", "torch", "prometheus_client", "rich"}
+    assert "importlib.metadata" not in modules  # only for engines of other packages
 
 
 @pytest.mark.measures

@@ -52,7 +52,6 @@ from bedplate.engines.mistakes import (
 from bedplate.engines.pytorch import ENGINE as CONVERTER
 from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import make_curl_command, split_layers, sum_counters, sum_samples
-from bedplate.engines.shipped.openai_server.tools import with_tools
 from bedplate.engines.traits import (
     AdapterTraits,
     AdviceFlags,
@@ -626,6 +625,8 @@ class LlamaCpp(Engine):
 
     def find_tool_support(self, plan: Plan) -> ToolSupport:
         # A ChatML template without tools is extended by them in `launch`.
+        from bedplate.engines.shipped.openai_server.tools import with_tools
+
         return "auto" if with_tools(plan.model.chat_template) else super().find_tool_support(plan)
 
     def launch(self, plan: Plan, port: int) -> Launch:
@@ -668,6 +669,8 @@ class LlamaCpp(Engine):
             argv += ["--lora-scaled", ",".join(f"{_get_adapter_path(one)}:{scale}" for one in plan.workload.adapters)]
         if plan.model.projector is not None:
             argv += ["--mmproj", plan.model.projector.file]
+        from bedplate.engines.shipped.openai_server.tools import with_tools
+
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
         return apply_tuned_options(Launch(argv=tuple(argv), prepare=self._plan_steps(plan, built)), settings)

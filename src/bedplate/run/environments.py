@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
-import importlib.metadata
 import importlib.resources
 import os
 import re
@@ -683,6 +682,8 @@ def format_now() -> str:
 
 
 def _list_packages(environment: Path) -> tuple[str, ...]:
+    import importlib.metadata
+
     folders = [str(folder) for folder in environment.rglob("site-packages") if folder.is_dir()]
     found = importlib.metadata.distributions(path=folders)
     return tuple(sorted({f"{distribution.name}=={distribution.version}" for distribution in found}))

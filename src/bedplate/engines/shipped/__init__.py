@@ -6,7 +6,6 @@ import re
 from typing import ClassVar
 
 from bedplate.engines.base import WRAPPER_KEY_VARIABLE, Engine, EngineState, KnownFailure, find_known_failure
-from bedplate.engines.shipped.openai_server.tools import find_tool_format, with_tools
 from bedplate.engines.traits import (
     LaunchOptions,
     MetricNames,
@@ -81,6 +80,8 @@ class BedplateServedEngine(Engine):
         if template is None or self.server_features is None:
             return super().find_tool_support(plan)
         # A ChatML template without tools is extended by them when it is loaded.
+        from bedplate.engines.shipped.openai_server.tools import find_tool_format, with_tools
+
         return self.server_features.tools if find_tool_format(with_tools(template) or template) else "none"
 
     def read_progress(self, line: str) -> float | None:
