@@ -15,13 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bedplate.errors import UsageError
+from bedplate.facts.hf_config import read_anatomy, sum_weights
+from bedplate.facts.hf_fields import Config
 from bedplate.facts.known_models import (
+    _merge_equal_weights,
     find_model,
     list_known_names,
+    load_config_fields,
     look_up_model,
     make_model_from_facts,
     parse_model_name,
 )
+from bedplate.facts.quantization import FP8, MXFP4, Storage, StorageScheme
 from bedplate.values import replace_fields
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -259,3 +264,13 @@ class TestInline:
     def test_invalid_facts_are_rejected(self, fields: Any) -> None:
         with pytest.raises(UsageError):
             make_model_from_facts(fields)
+
+
+@pytest.mark.parametrize("scheme", [FP8, MXFP4])
+def test_merging_equal_weights_changes_no_sum(scheme: StorageScheme) -> None:
+    """The layers of a model repeat, so that merged weights take a fiftieth of the time."""
+    stored = Storage(None, 2, "BF16", lambda weight: scheme if weight.matrix else None)
+    for name in list_known_names()[::5]:
+        each = read_anatomy(Config(load_config_fields(name))).weights
+        merged = _merge_equal_weights(name)
+        assert len(merged) < len(each) and sum_weights(merged, stored) == sum_weights(each, stored), name

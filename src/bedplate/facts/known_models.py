@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import re
+from collections import Counter
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -464,10 +465,18 @@ def _sum_quantized(name: str, scheme: StorageScheme) -> tuple[tuple[ModelPart, .
     def choose(weight: Weight) -> StorageScheme | None:
         return scheme if weight.matrix and weight.cols > 1 and weight.part in quantizable else None
 
-    parts, groups = sum_weights(
-        read_anatomy(Config(load_config_fields(name))).weights, Storage(None, 2, "BF16", choose)
-    )
+    parts, groups = sum_weights(_merge_equal_weights(name), Storage(None, 2, "BF16", choose))
     return tuple(parts.values()), groups
+
+
+@lru_cache(maxsize=64)
+def _merge_equal_weights(name: str) -> list[Weight]:
+    """The weights of a known model without names, and the same weight of all layers as one."""
+    counts = Counter(one._replace(name="") for one in read_anatomy(Config(load_config_fields(name))).weights)
+    return [
+        one._replace(copies=one.copies * count, used=None if one.used is None else one.used * count)
+        for one, count in counts.items()
+    ]
 
 
 def _apply_scheme(model: Model, scheme: StorageScheme, method: str, kv: str | None) -> Model:
