@@ -364,15 +364,6 @@ class TestMemory:
         assert hint.quantization == found.quantization == "Q2_K" and "fewer than 4 bits" in found.hints[0]
         assert pick(decide(machine, find_model(self.SEVENTY), Workload()), "few-bits") == []
 
-    def test_fewer_than_three_bits_are_only_for_published_mixtures(self) -> None:
-        machine = make_simulated_hardware({"accelerator": "M3 Ultra 512GB"})
-        found = decide(machine, find_model("moonshotai/Kimi-K2-Instruct"), Workload())
-        assert (found.engine, found.quantization) == ("llama.cpp", "Q2_K_XL") and pick(found, "few-bits")
-        precise = decide(machine, find_model("moonshotai/Kimi-K2-Instruct"), Workload(precision_sensitive=True))
-        assert precise.engine is None
-        dense = make_simulated_hardware({"accelerator": "MacBook Pro M4 Max 36GB"})
-        assert decide(dense, find_model(self.SEVENTY), Workload()).engine is None
-
     def test_the_limit_of_a_mac_is_a_hint_if_a_higher_one_allows_more_bits(self) -> None:
         machine, model = (
             make_simulated_hardware({"accelerator": "MacBook Pro M4 Max 36GB"}),

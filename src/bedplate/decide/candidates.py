@@ -44,9 +44,6 @@ from bedplate.values.units import format_memory
 
 LEAST_BITS = 3.0
 """With fewer bits per weight, another engine or a smaller model gives better answers."""
-LEAST_MIXTURE_BITS = 2.5
-"""Of published weights of a mixture of experts: types for about two bits keep attention and shared layers at four to
-eight, and are what the publishers of such models name for one machine (docs/published-weights.md)."""
 EVERYDAY_BITS = 4.0
 """landscape "for text generation, 4-bit quantization is often acceptable"."""
 PRECISE_BITS = 8.0
@@ -380,10 +377,8 @@ def _list_weights(engine: Engine, target: ComputeTarget, case: DecisionCase) -> 
     known = [(form, convert_model(case.model, form)) for form in engine.list_weights(target, case.model, case.workload)]
     offered = _use_published(known, list_accepted_weights(engine, target, case))
     least = PRECISE_BITS - ROUNDED_OFF if case.workload.precision_sensitive else LEAST_BITS
-    least_published = min(least, LEAST_MIXTURE_BITS) if least == LEAST_BITS and case.model.num_experts else least
     for form, model in offered:
-        enough = least if form.published is None else least_published
-        if form.is_chosen and not _has_same_type(model, case.model) and (model.bits_per_weight or 16.0) < enough:
+        if form.is_chosen and not _has_same_type(model, case.model) and (model.bits_per_weight or 16.0) < least:
             continue
         if form.made == "converted" and not _has_memory_to_convert(engine, case):
             continue
