@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.sources import parse_source
 
 from bedplate.engines import load_engines
 
@@ -35,7 +36,7 @@ def find_package(module: str) -> str:
 @functools.cache
 def parse(text: str) -> ast.Module:
     """Parse once for all tests, which do not change the tree."""
-    return ast.parse(text)
+    return parse_source(text)
 
 
 @functools.cache

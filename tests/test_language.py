@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.sources import parse_source
 
 ROOT = Path(__file__).parents[1]
 PHRASES = ROOT / "tests" / "phrases.txt"
@@ -38,7 +39,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 def extract_python_text(source: str) -> str:
     """All strings of a module, docstrings included. A string without a space is a name: an option, a key, a metric."""
-    strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    strings = (node.value for node in ast.walk(parse_source(source)) if isinstance(node, ast.Constant))
     return "\n\0\n".join(one for one in strings if isinstance(one, str) and " " in one and one not in STORED)
 
 

@@ -292,7 +292,8 @@ class TestHostileText:
 
     @pytest.mark.parametrize("text", ["[" * 50_000, "{a: " * 5_000, "model: " + "[" * 30 + "]" * 30])
     def test_deep_nesting_is_refused(self, text: str) -> None:
-        assert get_error(text + "\n").exit_code == 2
+        error = get_error(text + "\n")
+        assert (error.exit_code, "nested more than 20 levels" in error.message) == (2, True)
 
     def test_a_huge_file_is_refused(self, tmp_path: Path) -> None:
         assert "characters" in get_error("#" * MAX_CHARACTERS + "\n").message

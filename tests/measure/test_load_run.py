@@ -359,11 +359,12 @@ def test_cancels_an_endless_stream() -> None:
 
     with serve_rough(endless) as server:
         try:
-            repeat = measure_briefly(server, timeout_s=0.3)
+            repeat = measure_briefly(server, timeout_s=1.0)
         finally:
             stop.set()
     assert {sample.outcome for sample in repeat.samples} == {"timeout"}
-    assert all(sample.gaps_ms and sample.duration_ms >= 300 for sample in repeat.samples)
+    assert all(sample.duration_ms >= 1000 for sample in repeat.samples)
+    assert any(sample.gaps_ms for sample in repeat.samples), "tokens arrived until then"
 
 
 def test_cancels_a_request_without_response() -> None:

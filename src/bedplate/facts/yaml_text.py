@@ -16,6 +16,7 @@ MAX_CHARACTERS = 256 * 1024
 MAX_NODES = 20_000
 """Keys and values after expanding aliases, because a few lines with aliases can expand to billions."""
 MAX_DEPTH = 20
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 HINT = "docs/intent.md has examples; bedplate init writes an intent file"
 
 
@@ -23,6 +24,17 @@ class _Loader(yaml.SafeLoader):
     """Only YAML 1.2's plain scalars: `no` is text, 010 is not eight, 1:30 is not ninety, and 1e3 is a number."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Stop reading where the nesting is too deep: PyYAML takes seconds for some thousand levels."""
+        if parent is not None and self.depth > MAX_DEPTH:
+            raise UsageError(f"line {parent.start_mark.line + 1}: {TOO_DEEP}", hint=HINT)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
@@ -72,7 +84,7 @@ def _check_size(root: yaml.Node | None, origin: str) -> dict[str, int]:
         if visited > MAX_NODES:
             raise UsageError(f"{origin} expands to more than {MAX_NODES:,} values through its aliases", hint=HINT)
         if depth > MAX_DEPTH:
-            raise UsageError(f"{path}: nested more than {MAX_DEPTH} levels deep", hint=HINT)
+            raise UsageError(f"{path}: {TOO_DEEP}", hint=HINT)
         lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             pending += [(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(node.value)]
