@@ -13,6 +13,11 @@ from bedplate.home import open_private
 from bedplate.interrupts import check_cancelled
 from bedplate.run.warden import wrap_with_warden
 
+WAIT_S = 0.1
+"""Longest time until Ctrl-C or a cancellation is noticed."""
+TICK_S = 0.5
+"""Time between two ticks, because counting what all descendants wrote reads every process of the machine."""
+
 
 class ChildResult(NamedTuple):
     code: int
@@ -54,17 +59,19 @@ def run_child(
         if file is not None:
             file.close()
     deadline = time.monotonic() + limit_s if limit_s is not None else None
+    ticked = 0.0
     with process:
         try:
             while True:
                 try:
-                    reports, output = process.communicate(timeout=0.1)
+                    reports, output = process.communicate(timeout=WAIT_S)
                     break
                 except subprocess.TimeoutExpired:
                     check_cancelled()
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError(f"not done after {limit_s:.0f} s") from None
-                    if tick is not None:
+                    if tick is not None and (now := time.monotonic()) - ticked >= TICK_S:
+                        ticked = now
                         tick(process.pid)
         finally:
             # Also after Ctrl-C or a cancellation: the warden sees the closed pipe and ends its processes.
