@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import sys
-import threading
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -68,17 +68,16 @@ def list_pinned_packages(engine_id: str) -> list[str] | None:
     return ["--no-deps", "--require-hashes", "--requirement", str(wheels.pinned[engine_id])]
 
 
-_READS_SYSCONFIG = threading.Lock()
-"""Python before 3.12 shows the variables of sysconfig to other threads while it reads them for the first time, and an
-engine is installed beside the download of a model: both look for uv."""
+# Python before 3.12 shows the variables of sysconfig to other threads while it reads them for the first time, and uv is
+# looked for in threads: an engine is installed beside the download of a model.
+sysconfig.get_config_vars()
 
 
 def find_uv() -> str:
     try:
         from uv import find_uv_bin
 
-        with _READS_SYSCONFIG:
-            return find_uv_bin()
+        return find_uv_bin()
     except (ImportError, FileNotFoundError):
         found = shutil.which("uv")
         if found is None:
