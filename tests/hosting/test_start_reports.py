@@ -13,7 +13,7 @@ import pytest
 
 from bedplate.errors import ExternalFailure
 from bedplate.hosting.control import ErrorReport
-from bedplate.hosting.detached import PipeReporter, StartReport, _follow_reports
+from bedplate.hosting.detached import LogReport, PipeReporter, StartReport, _follow_reports
 
 
 class Steps:
@@ -41,6 +41,20 @@ def test_a_step_that_failed_in_the_background_is_not_completed(tmp_path: Path) -
     sender.close()
     child = subprocess.Popen([sys.executable, "-c", ""])
     with os.fdopen(reading, "rb") as reports, pytest.raises(ExternalFailure, match="installing failed"):
-        _follow_reports(reports, progress, lambda choice: None, child, tmp_path / "log", 0)
+        _follow_reports(reports, progress, lambda choice: None, child, LogReport(path=str(tmp_path / "log"), began=0))
     child.wait()
     assert progress.completed == ["downloading"]
+
+
+def test_an_unexpected_end_is_explained_from_the_log_that_the_service_moved_to(tmp_path: Path) -> None:
+    early, moved = tmp_path / "early.log", tmp_path / "service.log"
+    early.write_text("")
+    moved.write_text("of an earlier start\nTypeError: it broke\n")
+    reading, writing = os.pipe()
+    sender = PipeReporter(writing)
+    sender.send(StartReport(log=LogReport(path=str(moved), began=len("of an earlier start\n"))))
+    sender.close()
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    with os.fdopen(reading, "rb") as reports, pytest.raises(ExternalFailure, match="status 1") as caught:
+        _follow_reports(reports, Steps(), lambda choice: None, child, LogReport(path=str(early), began=0))
+    assert (caught.value.cause, caught.value.hint) == ("TypeError: it broke", f"see its log: {moved}")

@@ -12,7 +12,14 @@ import msgspec
 from bedplate.errors import BedplateError
 from bedplate.home import get_logs_dir, open_private
 from bedplate.hosting.control import ErrorReport
-from bedplate.hosting.detached import MOST_EARLY_BYTES, ChoiceReport, DetachedInput, PipeReporter, StartReport
+from bedplate.hosting.detached import (
+    MOST_EARLY_BYTES,
+    ChoiceReport,
+    DetachedInput,
+    LogReport,
+    PipeReporter,
+    StartReport,
+)
 from bedplate.interrupts import forget_interrupts
 from bedplate.values import Endpoint
 from bedplate.values.service import ServiceRecord
@@ -42,7 +49,7 @@ def main() -> int:
         on_decision=lambda hardware, model, wanted, decision: reporter.send(
             StartReport(choice=ChoiceReport(hardware=hardware, model=model, wanted=wanted, decision=decision))
         ),
-        on_claim=_log_to_service,
+        on_claim=lambda record: reporter.send(StartReport(log=_log_to_service(record))),
         on_ready=report_ready,
         check=check_answers if order.check else None,
         examiner=make_examiner(),
@@ -60,14 +67,16 @@ def main() -> int:
     return 0
 
 
-def _log_to_service(record: ServiceRecord) -> None:
+def _log_to_service(record: ServiceRecord) -> LogReport:
     """Redirects everything that this process and its children print to the service's own log."""
     path = get_logs_dir() / f"{record.name}@host.log"
     large = path.exists() and path.stat().st_size > MOST_EARLY_BYTES
     with open_private(path, "wb" if large else "ab") as log:
+        began = log.tell()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
+    return LogReport(path=str(path), began=began)
 
 
 def _stop_when_closed(fd: int) -> None:

@@ -53,6 +53,13 @@ class ProgressStep(Record, frozen=True, kw_only=True):
     total: int | None = None
 
 
+class LogReport(Record, frozen=True, kw_only=True):
+    """Where the background process writes from now on, and where in that file it begins."""
+
+    path: str
+    began: int
+
+
 class StartReport(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One line of the background process. Exactly one field is set."""
 
@@ -63,7 +70,7 @@ class StartReport(Record, frozen=True, kw_only=True, omit_defaults=True):
     ended: bool = False
     failed: bool = False
     choice: ChoiceReport | None = None
-    name: str | None = None
+    log: LogReport | None = None
     ready: Endpoint | None = None
     error: ErrorReport | None = None
 
@@ -105,7 +112,7 @@ def start_detached(
             if child.stdin is not None:
                 with contextlib.suppress(BrokenPipeError), child.stdin as out:
                     out.write(msgspec.json.encode(errand))
-            return _follow_reports(reports, progress, on_choice, child, early, began)
+            return _follow_reports(reports, progress, on_choice, child, LogReport(path=str(early), began=began))
         except BaseException:
             _stop_child(child)
             raise
@@ -116,8 +123,7 @@ def _follow_reports(
     progress: Progress,
     on_choice: Callable[[ChoiceReport], None],
     child: subprocess.Popen[bytes],
-    early: Path,
-    began: int,
+    log: LogReport,
 ) -> Endpoint:
     with ExitStack() as steps:
         update: Callable[[int], None] = lambda done: None  # noqa: E731
@@ -136,18 +142,20 @@ def _follow_reports(
                 steps.close()
             elif report.failed:
                 steps.__exit__(StepFailure, StepFailure(), None)
+            elif report.log is not None:
+                log = report.log
             elif report.error is not None:
                 raise report.error.to_exception()
             elif report.ready is not None:
                 return report.ready
     code = child.wait()
-    with early.open("rb") as log:
-        log.seek(began)
-        lines = log.read().decode("utf-8", "replace").strip().splitlines()
+    with Path(log.path).open("rb") as written:
+        written.seek(log.began)
+        lines = written.read().decode("utf-8", "replace").strip().splitlines()
     raise ExternalFailure(
         f"the service exited before it was ready (status {code})",
         cause=" / ".join(lines[-SHOWN_LINES:]) or None,
-        hint=f"see its log: {early}",
+        hint=f"see its log: {log.path}",
     )
 
 
