@@ -235,3 +235,31 @@ def test_failed_download_is_reported_when_it_is_waited_for(own_home: Path, monke
     monkeypatch.setattr(builtin, "fetch_builtin", fail)
     with pytest.raises(ExternalFailure, match="not reachable"), fetch_beside(True, SilentProgress()) as wait:
         wait()
+
+
+def test_an_engine_is_prepared_beside_the_download() -> None:
+    """In a process of its own, where nothing has read the variables of sysconfig: both threads need them at once."""
+    code = """
+import sysconfig, threading, time
+from bedplate.progress import SilentProgress
+from bedplate.run import builtin
+from bedplate.run.locks import find_platform
+from bedplate.run.uv import find_uv
+read = sysconfig._init_posix
+def read_slowly(variables):
+    time.sleep(0.3)
+    read(variables)
+sysconfig._init_posix = read_slowly
+together, found = threading.Barrier(2, timeout=60), []
+def fetch():
+    together.wait()
+    found.append(find_uv())
+builtin.is_downloaded, builtin.fetch_builtin = (lambda: False), fetch
+with builtin.fetch_beside(True, SilentProgress()) as wait:
+    together.wait()
+    found.append(find_platform())
+    wait()
+print(len(set(found)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr.splitlines()[-1:]) == ("2\n", [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -126,24 +125,3 @@ def test_engine_environments_use_uv_python(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("UV_PYTHON")
     assert Path(find_engine_python()).exists()
     assert Path(find_uv()).exists()
-
-
-def test_threads_that_look_for_uv_at_the_same_time_all_find_it() -> None:
-    """In a process of its own, where only the import of the module has read the variables of sysconfig."""
-    code = """
-import sys, threading
-from bedplate.run.locks import find_platform
-from bedplate.run.uv import find_uv
-import uv
-sys.setswitchinterval(1e-6)
-together, found = threading.Barrier(8), []
-def look(number):
-    together.wait()
-    found.append(find_uv() if number % 2 else find_platform())
-threads = [threading.Thread(target=look, args=(number,)) for number in range(8)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(len(found), len(set(found)))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["8", "2"]

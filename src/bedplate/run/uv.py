@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -66,11 +65,6 @@ def list_pinned_packages(engine_id: str) -> list[str] | None:
             hint=f"where a package index is reachable, create a bundle with: bedplate bundle --engine {engine_id}",
         )
     return ["--no-deps", "--require-hashes", "--requirement", str(wheels.pinned[engine_id])]
-
-
-# Python before 3.12 shows the variables of sysconfig to other threads while it reads them for the first time, and uv is
-# looked for in threads: an engine is installed beside the download of a model.
-sysconfig.get_config_vars()
 
 
 def find_uv() -> str:
