@@ -331,6 +331,7 @@ async def test_while_the_database_is_down_only_tenants_with_limits_are_rejected(
         assert (await ask(setup, limited)).status == 200
         await asyncio.to_thread(database.stop, signal.SIGQUIT)
         try:
+            await wait_until(lambda: any("cannot read changed keys" in note for note in notes), "a note")
             refused = await ask(setup, limited)
             assert refused.status == 503 and refused.json["error"]["code"] == "limits_unavailable"
             assert (await ask(setup, free)).status == 200

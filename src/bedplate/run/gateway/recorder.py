@@ -38,6 +38,9 @@ FOLD_EVERY_S = 600.0
 CLOSE_LIMIT_S = 5.0
 MOST_CONTENT_BYTES = 64_000_000
 """Limit of the contents that wait to be written."""
+_LOG = "log requests"
+_KEEP_CONTENT = "write requests and answers"
+_READ_KEYS = "read changed keys"
 
 
 class RequestContent(NamedTuple):
@@ -80,7 +83,8 @@ class RequestRecorder:
         self._pending: deque[ServedRequest] = deque()
         self._contents: deque[tuple[ServedRequest, RequestContent]] = deque()
         self._content_bytes = 0
-        self._failing = False
+        self._failing: set[str] = set()
+        """What has failed and not succeeded since, each noted once."""
         self._writer = self._usage.make_writer()
         """Used by the thread, except `keep`."""
         self._batching = threading.Lock()
@@ -177,13 +181,13 @@ class RequestRecorder:
             try:
                 self._writer.add(batch)
                 self.written += len(batch)
-                self._failing = False
+                self._failing.discard(_LOG)
             except ExternalFailure as error:
                 # The next attempt writes them again, as far as the limit permits.
                 room = max(0, MOST_PENDING - len(self._pending))
                 self.lost += max(0, len(batch) - room)
                 self._pending.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
-                self._note_once(f"cannot log requests: {error.message}: {error.cause}; serving continues")
+                self._note_once(_LOG, f"{error.message}: {error.cause}; serving continues")
         self._write_contents()
 
     def _write_contents(self) -> None:
@@ -204,8 +208,9 @@ class RequestRecorder:
             )
             try:
                 _append(self.content / f"requests-{moment:%Y-%m-%d}.jsonl", line + b"\n")
+                self._failing.discard(_KEEP_CONTENT)
             except OSError as error:
-                self._note_once(f"cannot write to {self.content}: {error.strerror}; serving continues")
+                self._note_once(_KEEP_CONTENT, f"{self.content}: {error.strerror}; serving continues")
 
     def _check_for_changes(self) -> None:
         """Tells the gateway about changed tenants. While the store cannot be read, the last ones stay valid."""
@@ -213,12 +218,14 @@ class RequestRecorder:
         try:
             mark = self._writer.read_foreign_version() or self._usage.read_version()
             if mark == self._seen:
+                self._failing.discard(_READ_KEYS)
                 return
             rows = self._usage.read_tenants_and_digests()
             self._keys_existed = self._keys_existed or self._usage.have_keys_existed()
         except ExternalFailure as error:
-            self._note_once(f"cannot read changed keys: {error.message}; the previous keys stay valid")
+            self._note_once(_READ_KEYS, f"{error.message}; the previous keys stay valid")
             return
+        self._failing.discard(_READ_KEYS)
         self._seen = mark
         if rows is self._rows:
             return
@@ -235,13 +242,13 @@ class RequestRecorder:
         except ExternalFailure as error:
             if self.keys:
                 raise
-            self._note_once(f"cannot log requests: {error.message}; serving continues")
+            self._note_once(_LOG, f"{error.message}; serving continues")
             return secrets.token_bytes(store.SALT_BYTES)
 
-    def _note_once(self, text: str) -> None:
-        if not self._failing:
-            self._failing = True
-            self._note(text)
+    def _note_once(self, action: str, why: str) -> None:
+        if action not in self._failing:
+            self._failing.add(action)
+            self._note(f"cannot {action}: {why}")
 
 
 def _list_tenants(rows: TenantRows) -> tuple[tuple[Tenant, ...], tuple[KeyDigest, ...]]:
