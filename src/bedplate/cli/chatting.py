@@ -24,7 +24,7 @@ PROMPT = ">>> "
 CONTINUED = "... "
 COMMANDS = {
     "/help": "list these commands",
-    "/stats": "time to first token, tokens per second and memory of the last answer",
+    "/stats": "time to first token and tokens per second of the last answer, and memory of the engine",
     "/clear": "forget the conversation so far",
     "/exit": "end the chat (or Ctrl-D)",
 }
@@ -82,7 +82,8 @@ def _run_command(text: str, conversation: ChatSession, last: ChatAnswer | None, 
         out.print(" the conversation is empty")
         return None
     if text == "/stats":
-        out.print(Text(f" {describe_answer(last)}" if last is not None else " there is no answer yet"))
+        described = describe_answer(conversation.add_memory(last)) if last is not None else "there is no answer yet"
+        out.print(Text(f" {described}"))
     elif text == "/help":
         width = max(map(len, COMMANDS))
         for name, meaning in COMMANDS.items():

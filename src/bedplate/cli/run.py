@@ -175,6 +175,6 @@ def _answer_once(conversation: ChatSession, prompt: str, *, json: bool) -> None:
         wrapped = make_writer(make_console())
         tell = lambda piece, kind: wrapped(piece, kind) if kind == "text" else None  # noqa: E731
     answer = conversation.ask(prompt, tell)
-    print(to_json(answer) if json else "")  # noqa: T201
+    print(to_json(conversation.add_memory(answer)) if json else "")  # noqa: T201
     if answer.stopped:
         raise KeyboardInterrupt

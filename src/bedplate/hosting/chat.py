@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
 from bedplate.facts.library import split_reference
 from bedplate.hosting import records
-from bedplate.hosting.services import GLANCE_S, read_status
+from bedplate.hosting.services import read_status
 from bedplate.run.models import expand_name, find_local_model, is_builtin
 from bedplate.values.chat import ChatAnswer
+from bedplate.values.record import replace_fields
 from bedplate.values.service import ServiceRecord
 
 TextKind = Literal["text", "reasoning"]
@@ -103,16 +104,16 @@ class ChatSession:
             ttft_ms=received.compute_ttft_ms(),
             output_tok_s=received.compute_tok_s(),
             duration_ms=(time.perf_counter() - received.began) * 1e3,
-            memory_bytes=self._read_memory(),
         )
 
-    def _read_memory(self) -> int | None:
+    def add_memory(self, answer: ChatAnswer) -> ChatAnswer:
+        """The answer with the memory of the engines now, if a service of bedplate gave it and says so."""
         if self.record is None:
-            return None
+            return answer
         try:
-            return read_status(self.record, GLANCE_S).memory_bytes
-        except BedplateError:
-            return None
+            return replace_fields(answer, memory_bytes=read_status(self.record).memory_bytes)
+        except (BedplateError, KeyboardInterrupt):  # Ctrl-C stops waiting for a service that does not respond
+            return answer
 
 
 class _ReceivedAnswer:
