@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import yaml
 from tests.deploy.schemas import LOADER
 
@@ -17,8 +19,19 @@ OPERATOR_PORTS = {9090}
 
 def read_manifests(files: Mapping[str, str]) -> list[Tree]:
     """Read every manifest that kustomization.yaml lists."""
-    listed = yaml.load(files["kustomization.yaml"], LOADER)["resources"]
-    return [tree for name in listed for tree in yaml.load_all(files[name], LOADER) if tree]
+    (kustomization,) = read_documents(files["kustomization.yaml"])
+    return [tree for name in kustomization["resources"] for tree in read_documents(files[name]) if tree]
+
+
+def read_documents(text: str) -> list[Any]:
+    """Read YAML; the same text is parsed once, because several tests ask for it."""
+    trees: list[Any] = msgspec.json.decode(_convert_to_json(text))
+    return trees
+
+
+@functools.lru_cache(2000)
+def _convert_to_json(text: str) -> bytes:
+    return msgspec.json.encode(list(yaml.load_all(text, LOADER)))
 
 
 def iterate_pods(tree: Tree) -> Iterator[tuple[Tree, Tree]]:

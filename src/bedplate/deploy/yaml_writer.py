@@ -51,6 +51,10 @@ def _unwrap(value: object) -> object:
     return _unwrap(value.value) if isinstance(value, CommentedValue) else value
 
 
+def _has_entries(mapping: Mapping[str, object]) -> bool:
+    return any(_unwrap(inner) is not None for inner in mapping.values())
+
+
 def _write_comment(text: Comment, indent: str) -> list[str]:
     lines = [escape_controls(line) for line in ([text] if isinstance(text, str) else text)]
     wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH - len(indent)) or [""]]
@@ -68,7 +72,7 @@ def _write_mapping(mapping: Mapping[str, object], indent: str) -> Iterator[str]:
 
 
 def _write_entry(start: str, value: object, indent: str) -> Iterator[str]:
-    if isinstance(value, Mapping) and strip_comments(value):
+    if isinstance(value, Mapping) and _has_entries(value):
         yield start
         yield from _write_mapping(value, f"{indent}  ")
     elif isinstance(value, Sequence) and not isinstance(value, str) and value:
@@ -86,7 +90,7 @@ def _write_items(items: Sequence[object], indent: str) -> Iterator[str]:
         value = _unwrap(noted)
         if isinstance(noted, CommentedValue):
             yield from _write_comment(noted.text, indent)
-        if isinstance(value, Mapping) and strip_comments(value):
+        if isinstance(value, Mapping) and _has_entries(value):
             yield from _add_dash(list(_write_mapping(value, f"{indent}  ")), indent)
         else:
             yield from _write_entry(f"{indent}-", value, indent)
