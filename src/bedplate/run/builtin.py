@@ -7,7 +7,6 @@ import contextvars
 import hashlib
 import importlib.resources
 import shutil
-import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -68,9 +67,6 @@ def fetch_beside(wanted: bool, progress: Progress) -> Iterator[Callable[[], None
         return
     from concurrent.futures import ThreadPoolExecutor
 
-    # Python before 3.12 shows the variables of sysconfig to other threads while it reads them for the first time: both
-    # the search for uv and the choice of a lock file need them.
-    sysconfig.get_config_vars()
     cancelled = threading.Event()
 
     def fetch() -> Path:

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from bedplate.engines import EnvironmentRecipe
-from bedplate.run.uv import choose_torch_backend
+from bedplate.run.uv import choose_torch_backend, read_sysconfig
 from bedplate.values.decision import Device
 
 PLATFORMS = ("linux-x86_64", "linux-aarch64", "macos-arm64")
@@ -99,7 +98,7 @@ def find_platform() -> str:
             system = "linux without glibc"
     if sys.implementation.name != "cpython":
         return f"{sys.implementation.name} on {system}-{machine}"
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if read_sysconfig().get("Py_GIL_DISABLED"):
         return f"free-threaded Python on {system}-{machine}"
     return f"{system}-{machine}"
 

@@ -8,6 +8,8 @@ import platform
 import re
 import shutil
 import sys
+import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -67,7 +69,18 @@ def list_pinned_packages(engine_id: str) -> list[str] | None:
     return ["--no-deps", "--require-hashes", "--requirement", str(wheels.pinned[engine_id])]
 
 
+_READS_SYSCONFIG = threading.Lock()
+"""Python before 3.12 shows the variables of sysconfig to other threads while it reads them for the first time."""
+
+
+def read_sysconfig() -> dict[str, str | int | None]:
+    """The variables of sysconfig, also where several threads ask first: engines are installed beside downloads."""
+    with _READS_SYSCONFIG:
+        return sysconfig.get_config_vars()
+
+
 def find_uv() -> str:
+    read_sysconfig()  # uv reads it too
     try:
         from uv import find_uv_bin
 
