@@ -217,11 +217,10 @@ class RequestRecorder:
         # The files change before a write becomes visible, so the connection knows better if there is one.
         try:
             mark = self._writer.read_foreign_version() or self._usage.read_version()
-            if mark == self._seen:
-                self._failing.discard(_READ_KEYS)
-                return
-            rows = self._usage.read_tenants_and_digests()
-            self._keys_existed = self._keys_existed or self._usage.have_keys_existed()
+            rows = self._rows
+            if mark != self._seen:
+                rows = self._usage.read_tenants_and_digests()
+                self._keys_existed = self._keys_existed or self._usage.have_keys_existed()
         except ExternalFailure as error:
             self._note_once(_READ_KEYS, f"{error.message}; the previous keys stay valid")
             return
