@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tests.deploy.intents import WRITTEN, build_platform, emit_files
 from tests.deploy.schemas import LOADER
-from tests.deploy.walk import read_documents, read_manifests
+from tests.deploy.walk import read_all_documents, read_manifests
 
 from bedplate.deploy.air_gap import complete_name
 from bedplate.deploy.emit import emit_target
@@ -43,14 +43,13 @@ def list_bases(files: Files) -> list[str]:
 @pytest.mark.parametrize(("name", "target"), WRITTEN)
 def test_every_image_comes_from_the_mirror(name: str, target: str) -> None:
     files, plain = emit(name, target, mirror=MIRROR, registry=None), emit_files(name, target)
-    trees = [tree for path, text in files.items() if path.endswith(".yaml") for tree in yaml.load_all(text, LOADER)]
-    used = {*list_images(trees), *list_bases(files)}
+    used = {*list_images(read_all_documents(files)), *list_bases(files)}
     assert used and all(one.startswith(f"{MIRROR}/") for one in used)
     pairs = dict(line.split() for line in files["images.txt"].splitlines() if not line.startswith("#"))
     built = {line.split()[-1] for line in files["images.txt"].splitlines() if line.startswith("# Build")}
     assert used == {*pairs.values(), *built}
-    before = [tree for path, text in plain.items() if path.endswith(".yaml") for tree in read_documents(text)]
-    sources = {complete_name(one) for one in (*list_images(before), *list_bases(plain)) if "bedplate" not in one}
+    images = [*list_images(read_all_documents(plain)), *list_bases(plain)]
+    sources = {complete_name(one) for one in images if "bedplate" not in one}
     assert set(pairs) == sources, "the list has the original names"
     assert all(target == f"{MIRROR}/{source}" for source, target in pairs.items())
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tests.conftest import HANG_S
 from tests.deploy.intents import INTENTS, PROMPTS, WITH_DYNAMO, emit_files, make_platform
-from tests.deploy.schemas import LOADER
+from tests.deploy.walk import read_all_documents
 
 from bedplate.deploy.dynamo import estimate_prefill_share, split_workers
 from bedplate.deploy.service_containers import describe_containers
@@ -28,8 +27,7 @@ for line in open(sys.argv[1]):
 
 
 def find_graphs(name: str) -> list[dict[str, Any]]:
-    files = emit_files(name, "dynamo")
-    trees = [tree for path, text in files.items() if path.endswith(".yaml") for tree in yaml.load_all(text, LOADER)]
+    trees = read_all_documents(emit_files(name, "dynamo"))
     return [tree for tree in trees if tree["kind"] == "DynamoGraphDeployment"]
 
 

@@ -29,9 +29,16 @@ def read_documents(text: str) -> list[Any]:
     return trees
 
 
+def read_all_documents(files: Mapping[str, str]) -> list[Any]:
+    return [tree for path, text in files.items() if path.endswith(".yaml") for tree in read_documents(text)]
+
+
 @functools.lru_cache(2000)
 def _convert_to_json(text: str) -> bytes:
-    return msgspec.json.encode(list(yaml.load_all(text, LOADER)))
+    trees = list(yaml.load_all(text, LOADER))
+    data = msgspec.json.encode(trees)
+    assert msgspec.json.decode(data) == trees, "a date or a key that is no string would be another one in Kubernetes"
+    return data
 
 
 def iterate_pods(tree: Tree) -> Iterator[tuple[Tree, Tree]]:
