@@ -508,6 +508,30 @@ class TestUnpacking:
         extract_tree(path, "p/vendor/x", tmp_path / "to")
         assert sorted(file.name for file in (tmp_path / "to").rglob("*")) == ["CMakeLists.txt", "f", "s"]
 
+    def test_keeps_what_is_executable(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as archive:
+            for name, mode in (("p/CMakeLists.txt", 0o666), ("p/configure", 0o4777)):
+                member = tarfile.TarInfo(name)
+                member.mode = mode
+                archive.addfile(member)
+        extract_tree(path, "p", tmp_path / "to")
+        modes = {file.name: file.stat().st_mode & 0o7777 for file in (tmp_path / "to").iterdir()}
+        assert modes == {"CMakeLists.txt": 0o644, "configure": 0o755}
+
+    @pytest.mark.parametrize(
+        ("kind", "link"), [(tarfile.SYMTYPE, "/etc"), (tarfile.LNKTYPE, "/etc/passwd"), (tarfile.FIFOTYPE, "")]
+    )
+    def test_refuses_what_is_not_a_plain_file(self, tmp_path: Path, kind: bytes, link: str) -> None:
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as archive:
+            member = tarfile.TarInfo("p/x/CMakeLists.txt")
+            member.type, member.linkname = kind, link
+            archive.addfile(member)
+        with pytest.raises(ExternalFailure, match="cannot extract"):
+            extract_tree(path, "p/x", tmp_path / "to")
+        assert not list((tmp_path / "to").iterdir())
+
     @pytest.mark.parametrize("name", ["p/../../evil", "/evil", "p/x/../../../evil"])
     def test_extracts_nothing_outside_the_target(self, tmp_path: Path, name: str) -> None:
         path = make_archive(tmp_path / "a.tar.gz", {"p/x/CMakeLists.txt": "1", name: "2"})

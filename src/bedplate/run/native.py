@@ -487,16 +487,26 @@ def find_local_archive(name: str, env: Mapping[str, str]) -> Path | None:
 
 
 def extract_tree(archive: Path, tree: str, target: Path) -> None:
-    """Extracts one folder of an archive; nothing is written outside the target."""
+    """Extracts one folder of an archive, as plain files; nothing is written outside the target.
+
+    The filters of `tarfile` are not used: Python has them since 3.11.4 only, and Debian 12 brings 3.11.2.
+    """
     try:
         with tarfile.open(archive) as opened:
-            members = []
-            for member in opened.getmembers():
-                inside = PurePosixPath(member.name)
-                if inside.is_relative_to(tree) and inside != PurePosixPath(tree):
-                    members.append(member.replace(name=str(inside.relative_to(tree)), deep=False))
             target.mkdir(parents=True)
-            opened.extractall(target, members=members, filter="data")
+            for member in opened:
+                path = PurePosixPath(member.name)
+                if not path.is_relative_to(tree) or member.isdir():
+                    continue
+                inside = path.relative_to(tree)
+                content = opened.extractfile(member) if member.isreg() else None
+                if content is None or ".." in inside.parts or not inside.parts:
+                    raise tarfile.ReadError(f"{member.name} is not a plain file inside {tree}")
+                file = target / inside
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("xb") as out:
+                    shutil.copyfileobj(content, out)
+                file.chmod(0o755 if member.mode & 0o100 else 0o644)
     except (tarfile.TarError, EOFError, OSError) as error:
         hint = "check that the file is complete"
         raise ExternalFailure(f"cannot extract {archive}", cause=str(error), hint=hint) from error
