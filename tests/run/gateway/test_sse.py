@@ -539,3 +539,32 @@ def test_finish_reason_is_recorded_when_each_event_arrives_alone(tmp_path: Path,
 
     asyncio.run(pass_through())
     assert [(row.finish, row.completion_tokens) for row in rows] == [("length", 3)]
+
+
+def nest(levels: int) -> bytes:
+    return (
+        b'{"a":' * (levels // 2) + b"[" * (levels - levels // 2) + b"]" * (levels - levels // 2) + b"}" * (levels // 2)
+    )
+
+
+@pytest.mark.parametrize("depth", [sse.MOST_LEVELS + sse._SPAN + 1, 20_000])
+@pytest.mark.parametrize("before", [b"", b'{"a":[' + b"[]," * 999 + b"[]]},", rb'"\\\"]]]",' * 99])
+def test_deep_requests_are_refused(depth: int, before: bytes) -> None:
+    with pytest.raises(RecursionError, match="deeper than 500 levels"):
+        sse.read_request_fields(b'{"metadata":[' + before + b"[" * depth + b"]" * depth + b"]}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        nest(sse.MOST_LEVELS - 1),
+        b"[" + nest(50) + (b"," + nest(50)) * 999 + b"]",
+        json.dumps("[{" * 2_000).encode(),
+        json.dumps('\\"[{' * 2_000 + "\\").encode(),
+        b"[" + b",".join([json.dumps('a "[[[" b').encode()] * 2_000) + b"]",
+    ],
+    ids=["deep", "wide", "text", "escapes", "texts"],
+)
+def test_brackets_in_a_text_or_beside_each_other_are_not_deep(value: bytes) -> None:
+    body = b'{"prompt":' + value + b"}"
+    assert json.loads(body) and bytes(sse.read_request_fields(body).prompt) == value

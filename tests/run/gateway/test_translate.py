@@ -10,6 +10,7 @@ import pytest
 
 from bedplate.engines.traits import RequestTraits, TokenCounter
 from bedplate.run.gateway.request_checks import RequestMistake
+from bedplate.run.gateway.sse import MOST_LEVELS
 from bedplate.run.gateway.translate.messages import MessagesTranslation
 from bedplate.run.gateway.translate.responses import ResponsesTranslation
 from bedplate.values.capabilities import Capabilities
@@ -507,14 +508,14 @@ async def test_no_depth_of_nesting_is_accepted_and_fails_in_the_answer(name: str
     deepest = 0
     async with start_gateway(requests=PLAIN) as setup:
         client = await setup.connect()
-        for depth in range(800, 1_000):
+        for depth in range(MOST_LEVELS - 10, MOST_LEVELS + 110):
             setup.engine.otherwise = (make_answer(WHOLE),)
             nested = "[" * depth + "]" * depth
             given = nested if name == "metadata" else f'[{{"type": "function", "name": "f", "parameters": {nested}}}]'
             answer = await client.post(RESPONSES, f'{{"input": "a", "{name}": {given}}}'.encode())
             assert answer.status in (200, 400), depth
             deepest = depth if answer.status == 200 else deepest
-        assert deepest < 999 and setup.backend.health.failures == 0
+        assert MOST_LEVELS - 5 <= deepest <= MOST_LEVELS + 100 and setup.backend.health.failures == 0
 
 
 @pytest.mark.parametrize("answer", [{}, {"data": []}, {"data": [{}]}, {"data": [5]}, []])

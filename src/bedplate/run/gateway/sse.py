@@ -224,11 +224,32 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Raised by decoding for bytes that are not the expected JSON."""
 
 
+MOST_LEVELS = 500
+"""Deepest nesting that is accepted. The limit of decoding is 1,000 levels with Python 3.11, and 27,000 with 3.14."""
+_SPAN = 100
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
 def read_request_fields(body: bytes) -> RequestFields:
     """Raises one of `UNREADABLE` for a body that does not have the API's format."""
     if not body.isascii():
         body.decode()  # fields that are skipped are not decoded, and engines fail on invalid UTF-8
+    if body.count(b"[") + body.count(b"{") > MOST_LEVELS:
+        _check_levels(body)
     return _decode_asked(body)
+
+
+def _check_levels(body: bytes) -> None:
+    """Refuses what is nested deeper than `MOST_LEVELS`, up to `_SPAN` levels more: brackets are counted, not walked."""
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    level = 0
+    for begin in range(0, len(brackets), _SPAN):
+        span = brackets[begin : begin + _SPAN]
+        opened = span.count(b"[") + span.count(b"{")
+        if level + opened > MOST_LEVELS + _SPAN:
+            raise RecursionError(f"it is nested deeper than {MOST_LEVELS} levels")
+        level += 2 * opened - len(span)
 
 
 def add_usage_option(body: bytes, asked: RequestFields) -> bytes:
