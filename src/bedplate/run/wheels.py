@@ -149,7 +149,7 @@ def pack_source(
 
 def _find_info_folder(one: importlib.metadata.Distribution) -> str:
     """The name of its dist-info folder, which starts like the name of its wheel."""
-    for file in one.files or ():
+    for file, _ in _read_record(one):
         if file.name == "METADATA" and len(file.parts) == 2 and file.parts[0].endswith(".dist-info"):
             return file.parts[0]
     raise ExternalFailure(
@@ -158,16 +158,23 @@ def _find_info_folder(one: importlib.metadata.Distribution) -> str:
     )
 
 
+def _read_record(one: importlib.metadata.Distribution) -> list[tuple[PurePosixPath, str | None]]:
+    """Each file that was installed, and its SHA-256. Since Python 3.12, `one.files` leaves out missing files."""
+    rows = [row for row in csv.reader((one.read_text("RECORD") or "").splitlines()) if row]
+    marks = [row[1].partition("=") if len(row) > 1 else ("", "", "") for row in rows]
+    digests = [_decode_digest(value) if kind == "sha256" else None for kind, _, value in marks]
+    return [(PurePosixPath(row[0]), digest) for row, digest in zip(rows, digests, strict=True)]
+
+
 def _list_files(one: importlib.metadata.Distribution) -> list[PackageFile]:
     info = _find_info_folder(one)
     data = f"{info.removesuffix('.dist-info')}.data"
     scripts = {point.name for point in one.entry_points if point.group in ("console_scripts", "gui_scripts")}
     found = []
-    for file in one.files or ():
+    for file, sha256 in _read_record(one):
         if "__pycache__" in file.parts or (file.parts[0] == info and file.parts[-1] in _INSTALLATION_FILES):
             continue
-        path = Path(str(one.locate_file(file)))
-        sha256 = _decode_digest(file.hash.value) if file.hash is not None and file.hash.mode == "sha256" else None
+        path = Path(str(one.locate_file(str(file))))
         if file.parts[0] != ".." and not file.is_absolute():
             found.append(PackageFile(path, file.as_posix(), sha256))
             continue
