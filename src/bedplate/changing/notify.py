@@ -38,6 +38,7 @@ def post(url: str, body: str) -> str | None:
                 answer.read(1)
             return None
         except urllib.error.HTTPError as error:
+            error.close()
             why = f"HTTP {error.code}"
             if error.code < 500 and error.code not in (408, 429):
                 return why  # a retry would get the same response
