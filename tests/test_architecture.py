@@ -247,6 +247,7 @@ def test_plan_loads_no_server_and_no_numpy() -> None:
     assert "importlib.metadata" not in modules  # only for engines of other packages
 
 
+@pytest.mark.nightly
 @pytest.mark.measures
 def test_help_starts_in_at_most_twice_the_import_of_typer(tmp_path: Path) -> None:
     """At most twice what importing typer takes beyond bare Python, by the best of several interleaved runs.
