@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
 import os
@@ -180,7 +181,7 @@ def test_results_of_flagged_cells_of_an_older_store_are_removed(home: Path) -> N
     without_run = make_result(replace_fields(flagged.cells[0], flags=()))
     assert without_run is not None
     store.add_result(replace_fields(without_run, run=None))
-    with sqlite3.connect(store.get_store_path()) as connection:
+    with contextlib.closing(sqlite3.connect(store.get_store_path())) as connection, connection:
         connection.execute("DROP TABLE exclusions")
         connection.execute("PRAGMA user_version=7")
     assert {one.engine for one in store.read_evidence(HERE).results} == {"llama.cpp"}

@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.commands import Answer
 
 WITHOUT_POSIX = """
-import asyncio, contextlib, ctypes, io, json, multiprocessing, os, platform, signal, sqlite3, subprocess, sys, tempfile
-import traceback, types
+import asyncio, contextlib, ctypes, io, json, multiprocessing, os, platform, shutil, signal, sqlite3, subprocess, sys
+import tempfile, traceback, types
 # These choose their own code for the operating system while they are imported, and could not be imported afterwards.
 import click, filelock, platformdirs, psutil, rich.console, typer, yaml
 
@@ -37,6 +37,8 @@ winreg.HKEY_LOCAL_MACHINE = None
 winreg.OpenKey = lambda root, path: contextlib.nullcontext(path)
 winreg.QueryValueEx = lambda key, name: ("AMD Ryzen 9 7950X 16-Core Processor ", 1)
 sys.modules["winreg"] = winreg
+# Since Python 3.12, `which` asks Windows whether to search the current folder.
+shutil._win_path_needs_curdir = lambda command, mode: False
 
 import bedplate.cli
 

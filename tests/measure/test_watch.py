@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -150,7 +152,8 @@ def process_tree() -> Iterator[subprocess.Popen[bytes]]:
     assert [process.stdout.readline() for _ in range(2)] == [b"held\n"] * 2
     yield process
     for pid in reversed(watch.list_process_tree(process.pid)):
-        subprocess.run(["kill", "-9", str(pid)], check=False)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.communicate()
 
 
