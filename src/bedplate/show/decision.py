@@ -65,6 +65,15 @@ def render_serving(
     return table
 
 
+def _name_engine(engine: str, text: str) -> Table:
+    """A text about an engine: what does not fit on its line continues below its beginning, not below the name."""
+    cell = Table.grid(padding=(0, 1, 0, 0))
+    cell.add_column(style="bold", no_wrap=True, min_width=12)
+    cell.add_column()
+    cell.add_row(engine, Text(text))
+    return cell
+
+
 def render_decision(
     hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
 ) -> RenderableType:
@@ -89,13 +98,12 @@ def render_decision(
         for label, value, basis in list_expected_rows(decision):
             table.add_row(label, Text(value), Text(basis))
     for position, refusal in enumerate(decision.refused):
-        why = Text.assemble((f"{refusal.engine:<13}", "bold"), refusal.why)
         hint = (
             f"preferred when: {refusal.hint}" if refusal.hint and refusal.kind != "impossible" else refusal.hint or ""
         )
-        table.add_row("Refused" if position == 0 else "", why, Text(hint))
+        table.add_row("Refused" if position == 0 else "", _name_engine(refusal.engine, refusal.why), Text(hint))
     for position, challenger in enumerate(decision.challengers):
-        needs = Text.assemble((f"{challenger.engine:<13}", "bold"), f"justified by {challenger.evidence_needed}")
+        needs = _name_engine(challenger.engine, f"justified by {challenger.evidence_needed}")
         table.add_row("Measure" if position == 0 else "", needs, "worth measuring on your workload")
     for position, hint in enumerate(list_remedies(decision)):
         table.add_row("Would fit" if position == 0 else "", Text(hint), "")
