@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 from typing import cast
 
 import pytest
@@ -81,6 +82,15 @@ def test_the_launch_command_of_a_plan_can_be_pasted(engine: str) -> None:
     words = shlex.split(shown.replace("\\\n", " "))
     launch = json.loads(invoke(*arguments, "--json").out)["launch"]
     assert words == [*(f"{name}={value}" for name, value in launch["env"].items()), *launch["argv"]]
+
+
+def test_no_word_of_a_launch_command_is_cut_off() -> None:
+    """The chat template of the built-in model is longer than any terminal is wide."""
+    shown = invoke("plan").out.partition(" Launch\n")[2]
+    template = json.loads(invoke("plan", "--json").out)["launch"]["argv"][-1]
+    assert len(template) > 1_000
+    bash = ["bash", "-c", f"printf '%s\\n' {shown.partition('--chat-template ')[2]}"]
+    assert subprocess.run(bash, capture_output=True, text=True, check=True).stdout == f"{template}\n"
 
 
 def test_procurement_leaves_out_what_another_chip_beats() -> None:
