@@ -18,6 +18,7 @@ from bedplate.engines.traits import RequestTraits
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.hosting.tenants import add_key, change_tenant, explain_closed, open_endpoints, revoke
 from bedplate.run.gateway import Gateway
+from bedplate.run.gateway.pages import OWN_PAGES
 from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.gateway.tenants import KeyDigest, RateBucket, Tenants, TenantState
 from bedplate.values.tenant import DeclaredTenant, Tenant, TenantKey, digest_key
@@ -218,16 +219,7 @@ async def test_names_of_other_tenants_models_appear_nowhere() -> None:
         assert unknown.status == hidden.status == 404
         assert unknown.body.replace(b"no-such-model", HIDDEN.upper().encode()) == hidden.body
         assert "served: small" in unknown.error["message"]
-        pages = (
-            "/",
-            "/health",
-            "/metrics",
-            "/models",
-            "/v1/models",
-            "/v1/models/nothing",
-            "/bedplate/live",
-            "/nowhere",
-        )
+        pages = (*OWN_PAGES, "/v1/models/nothing", "/bedplate/live", "/nowhere")
         for sent in ({"authorization": "Bearer sk-of-bob"}, {}):
             for path in pages:
                 for accept in ("text/html", "*/*"):
