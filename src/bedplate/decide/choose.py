@@ -612,8 +612,9 @@ class EngineSearch:
 
     def _find_better(self, chosen: EngineCandidate) -> tuple[EngineCandidate, Reason] | None:
         """The engine that a measurement on this machine shows to be better; it takes precedence over the rules."""
-        work = replace_fields(self.case.workload, concurrency=self.case.in_flight)
-        for better in self.evidence.find_better(chosen.engine.id, chosen.quantization, work):
+        for better in self.evidence.find_better(
+            chosen.engine.id, chosen.quantization, self.case.workload, self.case.in_flight
+        ):
             found = self._get_measured_candidate(better)
             if found is not None:
                 self._overruled = chosen.engine.id, better
