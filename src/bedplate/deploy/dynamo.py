@@ -20,6 +20,7 @@ from bedplate.deploy.pods import (
     escape_word,
     format_count,
     make_labels,
+    select_architecture,
     select_nodes,
     write_container_security,
     write_environment,
@@ -226,6 +227,7 @@ def _write_frontend(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
     spec: Tree = {
         "terminationGracePeriodSeconds": annotate(unit.grace_s, unit.grace_words),
         "securityContext": write_security_context(unit.image),
+        **select_architecture([unit], queue),
         "initContainers": [write_wait_container(unit)],
         "containers": [container],
         "volumes": kept,

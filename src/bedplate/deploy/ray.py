@@ -14,6 +14,7 @@ from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
     Tree,
     make_labels,
+    select_architecture,
     select_nodes,
     write_container_security,
     write_environment,
@@ -197,7 +198,7 @@ def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str
             "rayStartParams": annotate({"num-cpus": "0", "num-gpus": "0"}, "the head node schedules no replicas"),
             "template": {
                 "metadata": {"labels": make_labels(unit) | {"app.kubernetes.io/component": "head"}},
-                "spec": _write_head_spec(unit),
+                "spec": _write_head_spec(unit, queue),
             },
         },
         "workerGroupSpecs": [worker],
@@ -237,7 +238,7 @@ def _write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
     }
 
 
-def _write_head_spec(unit: ServiceContainers) -> Tree:
+def _write_head_spec(unit: ServiceContainers, queue: str | None) -> Tree:
     container = {
         "name": "ray-head",
         "image": unit.image.name,
@@ -249,6 +250,7 @@ def _write_head_spec(unit: ServiceContainers) -> Tree:
     return {
         "terminationGracePeriodSeconds": unit.grace_s,
         "securityContext": write_security_context(unit.image),
+        **select_architecture([unit], queue),
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
