@@ -53,6 +53,24 @@ def test_gateway_runs_on_the_architecture_of_the_nodes(cpu: str, platforms: str,
     assert pod.get("nodeSelector") == selector
 
 
+@pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
+def test_volume_for_one_node_is_read_by_one_kind_of_pods(name: str, target: str) -> None:
+    """Pods of two kinds, such as Dynamo's frontend and its worker, may be placed on two nodes."""
+    trees = read_manifests(emit_files(name, target))
+    read = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for tree in trees
+        if tree["kind"] != "Job"
+        for _, pod in iterate_pods(tree)
+        for volume in pod.get("volumes", [])
+        if "persistentVolumeClaim" in volume
+    ]
+    assert read
+    for tree in trees:
+        if tree["kind"] == "PersistentVolumeClaim" and tree["spec"]["accessModes"] == ["ReadWriteOnce"]:
+            assert read.count(tree["metadata"]["name"]) == 1
+
+
 def test_broken_references_are_detected() -> None:
     files = dict(emit_files("h100-chat", "kubernetes"))
     text = files["meta-llama-3-1-70b.yaml"]

@@ -213,9 +213,20 @@ def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str
             "serveConfigV2": annotate(
                 write_document(applications), f"the same as serve/{unit.name}.yaml, which has the comments"
             ),
-            "rayClusterConfig": cluster,
+            "rayClusterConfig": annotate(cluster, _explain_upgrade(unit, least)),
         },
     }
+
+
+def _explain_upgrade(unit: ServiceContainers, least: int) -> str:
+    """ray-operator/controllers/ray/rayservice_controller.go of KubeRay feeaf72f: shouldPrepareNewCluster."""
+    words = (
+        "another image or model starts a second cluster, which replaces this one when it is ready: it needs "
+        f"{least * unit.nodes * unit.cards} free GPUs"
+    )
+    if unit.most_replicas - unit.replicas >= least:
+        return words
+    return f"{words}, and the pool has fewer. Delete the RayService before you apply such a change"
 
 
 def _write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget) -> Tree:

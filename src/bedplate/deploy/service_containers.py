@@ -129,6 +129,8 @@ class ServiceContainers:
     steps: tuple[VolumeStep, ...]
     selector: NodeSelector
     storage_class: str | None = None
+    is_read_elsewhere: bool = False
+    """Whether pods on other nodes than the engine's read the volume, too."""
 
     @property
     def sources(self) -> tuple[HubSource, ...]:
@@ -144,7 +146,8 @@ class ServiceContainers:
 
     @property
     def access_mode(self) -> str:
-        return "ReadWriteMany" if self.most_replicas > 1 or self.nodes > 1 else "ReadWriteOnce"
+        is_shared = self.most_replicas > 1 or self.nodes > 1 or self.is_read_elsewhere
+        return "ReadWriteMany" if is_shared else "ReadWriteOnce"
 
     @property
     def model_path(self) -> str:
