@@ -299,11 +299,14 @@ def _emit_files(platform: Platform, target: str, folder: Path | None, shown: Ren
     import sys
 
     from bedplate.cli.terminal import make_console
-    from bedplate.deploy.emit import emit_target, join_manifests
-    from bedplate.show.emitted import render_files
+    from bedplate.deploy.emit import emit_target, join_manifests, list_unused_settings
+    from bedplate.show.emitted import render_files, render_unused
 
-    make_console(sys.stderr if folder is None else None).print(shown)
+    console = make_console(sys.stderr if folder is None else None)
+    console.print(shown)
     files = emit_target(platform, target)
+    if unused := list_unused_settings(platform, target):
+        console.print(render_unused(target, unused))
     if folder is None:
         _write_or_print(join_manifests(files), None)
     else:

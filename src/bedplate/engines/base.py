@@ -632,6 +632,11 @@ class Engine:
         """The environment variable for the key of its private port when bedplate starts it; `None`: it has no key."""
         return WRAPPER_KEY_VARIABLE if self.is_wrapped else self.key_variable
 
+    def requires_key(self, path: str) -> bool:
+        """Whether its own server, with a key in `key_variable`, refuses requests for this path without the key."""
+        port = self.private_port
+        return port is not None and port.key_checked_by == "engine" and path not in port.open_paths
+
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         """The accelerators that the command line asks for; `None` if it does not say."""
         names = self.launch_options.cards
