@@ -123,7 +123,8 @@ def test_bad_messages_get_errors_and_the_server_goes_on(tmp_path: Path) -> None:
         (call(1, "plan", model="x" * 2_500_000), -32602),
         (call(7, "probe"), -32600),  # 7 is running
     ]
-    cancel = [{"method": "notifications/cancelled", "params": {"requestId": one}} for one in ([], {}, None, 8, 7)]
+    numbers: list[Any] = [[], {}, None, 8, 7]
+    cancel = [{"method": "notifications/cancelled", "params": {"requestId": number}} for number in numbers]
     sent = [call(7, "diagnose", run=str(pipe)), *(one for one, _ in bad), *cancel, {"id": "last", "method": "ping"}]
     output = io.StringIO()
     McpServer(output).serve(io.StringIO("".join(json.dumps(one) + "\n" for one in sent).replace('"not JSON"', "not")))

@@ -109,7 +109,7 @@ def mlflow(tmp_path: Path) -> Iterator[str]:
         subprocess.run([find_uv_bin(), *command, "--quiet"], check=True)
     port = find_free_port()
     root = f"http://127.0.0.1:{port}"
-    argv = [
+    argv: list[str | Path] = [
         folder / "bin" / "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", f"sqlite:///{folder}/store.sqlite", "--artifacts-destination", folder / "artifacts",
     ]  # fmt: skip

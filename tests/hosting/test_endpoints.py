@@ -60,7 +60,7 @@ async def watch(backend: RemoteBackend) -> None:
         ({MESSAGES: 400, RESPONSES: 200}, {"responses"}),  # an answer to such a request is none
     ],
 )
-def test_apis_that_an_endpoint_lacks_are_found_with_requests_without_content(statuses: dict[str, int], lacking: set[str]) -> None:
+def test_apis_that_an_endpoint_lacks_are_found_without_a_prompt(statuses: dict[str, int], lacking: set[str]) -> None:
     backend, seen = asyncio.run(check({}, statuses))
     assert backend.state == "ready" and backend.lacking_apis == lacking
     empty = b'{"model":"small"}'

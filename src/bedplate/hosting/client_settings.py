@@ -292,7 +292,7 @@ def _list_needs(kind: ClientKind, at: ServedEndpoint) -> list[ClientNeed]:
     needs = []
     if kind.api in API_PATHS:
         met = kind.api not in at.lacks
-        hint = "" if met else f"bedplate serve --endpoint {at.url} has it, and translates the requests for this endpoint"
+        hint = "" if met else f"bedplate serve --endpoint {at.url} has it, and translates requests for this one"
         needs.append(ClientNeed(need=f"the API {API_PATHS[kind.api]}", met=met, required=True, hint=hint))
     known = at.reports_capabilities
     hint = "" if at.generation else "this is not a generation model; serve another one"
