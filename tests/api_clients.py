@@ -141,9 +141,14 @@ def check_responses(root: str, model: str, *, tools: bool) -> None:
             client.responses.create(**{**asked, "model": "gpt-17"})
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(**asked, previous_response_id=plain.id)
-        if not tools:
-            return
+        cut = client.responses.create(**{**asked, "max_output_tokens": 1})
+        assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+        assert cut.usage.output_tokens == 1
         tool = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": False}
+        if not tools:
+            with pytest.raises(openai.BadRequestError, match="tools"):
+                client.responses.create(**asked, tools=[tool])
+            return
         asked = {"model": model, "input": CALL, "temperature": 0, "max_output_tokens": 80, "tools": [tool]}
         plain = client.responses.create(**asked)
         with client.responses.stream(**asked) as stream:
@@ -206,10 +211,15 @@ def _check_ollama(client: Any, model: str, *, tools: bool) -> None:
     assert (parts[-1].done, parts[-1].eval_count) == (True, plain.eval_count)
     made = client.generate(model, QUESTION, options=options)
     assert made.response == plain.message.content
+    cut = client.chat(model, messages, options={**options, "num_predict": 1})
+    assert (cut.done_reason, cut.eval_count) == ("length", 1)
     with pytest.raises(ollama.ResponseError, match="not served"):
         client.chat("llama17", messages)
-    if tools:
-        tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+    if not tools:
+        with pytest.raises(ollama.ResponseError, match="tools"):
+            client.chat(model, messages, tools=[tool], options=options)
+    else:
         question = {"role": "user", "content": CALL}
         asked = client.chat(model, [question], tools=[tool], options={"temperature": 0, "num_predict": 80})
         call = next(iter(asked.message.tool_calls or ()))

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from tests.conftest import HANG_S, have_ended, wait_for
+from tests.runs import make_cell, make_run
 
-from bedplate.cli.mcp_server import TOOLS, McpError, build_arguments, make_result
+from bedplate.cli.mcp_server import TOOLS, McpError, McpServer, build_arguments, make_result
+from bedplate.run.environments import EngineEnvironment
+from bedplate.values import to_json
 
 
-def test_the_official_client_lists_and_calls_the_tools(tmp_path: Path) -> None:
+@asynccontextmanager
+async def open_session(home: Path) -> AsyncIterator[Any]:
+    """A session of the official SDK's client with `bedplate mcp`."""
     from mcp import ClientSession, StdioServerParameters
     from mcp.client.stdio import stdio_client
 
+    arguments, env = ["-m", "bedplate", "mcp"], {"BEDPLATE_HOME": str(home), "PATH": os.environ["PATH"]}
+    server = StdioServerParameters(command=sys.executable, args=arguments, env=env)
+    async with stdio_client(server) as (reading, writing), ClientSession(reading, writing) as session:
+        await session.initialize()
+        yield session
+
+
+def test_the_official_client_lists_and_calls_the_tools(tmp_path: Path) -> None:
     async def talk() -> tuple[Any, Any, Any]:
-        arguments, env = ["-m", "bedplate", "mcp"], {"BEDPLATE_HOME": str(tmp_path)}
-        server = StdioServerParameters(command=sys.executable, args=arguments, env=env)
-        async with stdio_client(server) as (reading, writing), ClientSession(reading, writing) as session:
-            await session.initialize()
+        async with open_session(tmp_path) as session:
             tools = await session.list_tools()
             model, hardware = "meta-llama/Llama-3.1-8B", "1x H100 SXM"
             planned, failed = await asyncio.gather(
@@ -44,6 +57,38 @@ def test_the_official_client_lists_and_calls_the_tools(tmp_path: Path) -> None:
     assert json.loads(failed.model_dump_json())["content"][0]["text"].startswith("error: ")
 
 
+def test_the_official_client_calls_every_other_tool(
+    own_home: Path, tmp_path: Path, builtin_gguf: Path, llama_environment: EngineEnvironment
+) -> None:
+    """`bench` measures the real llama.cpp, and `compare` judges a made-up run of two engines."""
+    made = tmp_path / "made.json"
+    cells = [make_cell(engine, 1, rate) for engine, rate in (("llama.cpp", 100.0), ("pytorch", 200.0))]
+    made.write_text(to_json(make_run(cells, ("llama.cpp", "pytorch"), (1,))))
+    short = {"engines": "llama.cpp", "concurrency": "1", "prompt_tokens": 16, "output_tokens": 4, "budget": "20s"}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("probe", {}),
+        ("models", {"hardware": "RTX 4090", "search": "qwen", "limit": 2}),
+        ("bench", short),
+        ("diagnose", {"engine": "llama.cpp"}),
+        ("compare", {"a": f"{made}:llama.cpp", "b": f"{made}:pytorch"}),
+    ]
+
+    async def talk() -> dict[str, Any]:
+        async with open_session(own_home) as session:
+            return {name: await session.call_tool(name, given) for name, given in calls}
+
+    found = {name: result.model_dump(by_alias=True) for name, result in asyncio.run(talk()).items()}
+    assert not [result for result in found.values() if result["isError"]]
+    documents = {name: json.loads(result["content"][0]["text"]) for name, result in found.items()}
+    kinds = {name: one["schema"].split("/")[0] for name, one in documents.items()}
+    assert kinds == {
+        "probe": "hardware", "models": "models", "bench": "run", "diagnose": "diagnosis", "compare": "verdict",
+    }  # fmt: skip
+    assert len(documents["models"]["models"]) == 2 and documents["compare"]["answer"] == "migrate"
+    assert documents["diagnose"]["runs"] == [documents["bench"]["id"]]
+    assert found["compare"]["structuredContent"] == documents["compare"]
+
+
 def test_values_cannot_become_options() -> None:
     assert build_arguments("plan", {"model": "--emit", "hardware": "-o x", "users": 3}) == [
         "plan", "--hardware=-o x", "--users=3", "--json", "--", "--emit",
@@ -57,6 +102,36 @@ def test_values_cannot_become_options() -> None:
     ):
         with pytest.raises(McpError):
             build_arguments(name, given)
+
+
+def call(number: Any, name: str, **given: Any) -> dict[str, Any]:
+    return {"id": number, "method": "tools/call", "params": {"name": name, "arguments": given}}
+
+
+def test_bad_messages_get_errors_and_the_server_goes_on(tmp_path: Path) -> None:
+    pipe = tmp_path / "intent.json"
+    os.mkfifo(pipe)  # a verb that reads it waits until it is cancelled
+    bad = [
+        ("not JSON", -32700),
+        ([call(1, "probe")], -32600),
+        (call([1], "probe"), -32600),
+        (call(True, "probe"), -32600),
+        ({"id": 1, "method": "resources/list"}, -32601),
+        (call(1, "serve"), -32602),
+        (call(1, "plan", model="a\0b"), -32602),
+        (call(1, "plan", model="\ud800"), -32602),
+        (call(1, "plan", model="x" * 2_500_000), -32602),
+        (call(7, "probe"), -32600),  # 7 is running
+    ]
+    numbers: list[Any] = [[], {}, None, 8, 7]
+    cancel = [{"method": "notifications/cancelled", "params": {"requestId": number}} for number in numbers]
+    sent = [call(7, "diagnose", run=str(pipe)), *(one for one, _ in bad), *cancel, {"id": "last", "method": "ping"}]
+    output = io.StringIO()
+    McpServer(output).serve(io.StringIO("".join(json.dumps(one) + "\n" for one in sent).replace('"not JSON"', "not")))
+    answers = [json.loads(line) for line in output.getvalue().splitlines()]
+    assert [one["error"]["code"] for one in answers if "error" in one] == [code for _, code in bad]
+    ended = {one["id"]: one["result"] for one in answers if "result" in one}
+    assert set(ended) == {7, "last"} and ended[7]["isError"]
 
 
 def test_a_verdict_is_a_result_whatever_its_exit_code() -> None:

@@ -6,6 +6,7 @@ add a random head to it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 import yaml
 from tests.conftest import Served, have_ended, post_json, start_serve, wait_for
@@ -89,6 +91,22 @@ def test_embeddings_agree_with_pytorch_and_are_counted(tasks: Served, vectors: V
     for one, expected in zip(found["data"], vectors.vectors, strict=True):
         assert max(abs(a - b) for a, b in zip(one["embedding"], expected, strict=True)) < NEAR
     assert found["usage"]["prompt_tokens"] == vectors.tokens == count_tokens(tasks, model) - before
+
+
+@pytest.mark.parametrize("model", EMBEDDERS)
+def test_ollamas_client_embeds(tasks: Served, vectors: Vectors, model: str) -> None:
+    client = ollama.Client(host=tasks.root)
+    with contextlib.closing(client._client):
+        assert client.show(model).capabilities == ["embedding"]
+        found = client.embed(model, list(TEXTS))
+        assert found.prompt_eval_count == vectors.tokens and found.model == model
+        old = client.embeddings(model, TEXTS[0])
+        for one, expected in zip(
+            (*found.embeddings, old.embedding), (*vectors.vectors, vectors.vectors[0]), strict=True
+        ):
+            assert max(abs(a - b) for a, b in zip(one, expected, strict=True)) < NEAR
+        with pytest.raises(ollama.ResponseError, match="embeddings"):
+            client.embed("onnx-reranker", "a")
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -18,6 +18,7 @@ from tests.commands import invoke
 
 from bedplate.errors import UsageError
 from bedplate.hosting.client_settings import AGENT_CONTEXT, CLIENTS, ServedEndpoint, connect_client
+from bedplate.values.record import replace_fields
 
 AT = ServedEndpoint(root="http://127.0.0.1:8080", model='a "b"/c', context_tokens=AGENT_CONTEXT)
 LOCKED = ServedEndpoint(root="https://box", model="m", needs_key=True, context_tokens=4096, tools=False)
@@ -73,7 +74,7 @@ def test_agents_need_tools_and_should_have_a_long_context() -> None:
     agents = {client for client in CLIENTS if not connect_client(client, LOCKED).works}
     assert agents == {"claude-code", "codex", "continue", "cline", "zed"}
     found = connect_client("Claude Code", LOCKED)
-    assert [(need.met, need.required) for need in found.needs] == [(True, True), (False, True), (False, False)]
+    assert [(need.met, need.required) for need in found.needs[1:]] == [(True, True), (False, True), (False, False)]
     assert connect_client("claude-code", AT).works
     with pytest.raises(UsageError, match="emacs"):
         connect_client("emacs", AT)
@@ -88,17 +89,34 @@ def test_the_page_lists_the_clients() -> None:
     ]
 
 
+def test_what_an_endpoint_does_not_report_is_not_called_met() -> None:
+    silent = ServedEndpoint(root="https://box", model="m", reports_capabilities=False)
+    found = connect_client("cline", silent)
+    assert found.works and not any(need.known for need in found.needs)
+    assert all("does not report" in need.hint for need in found.needs)
+    without = replace_fields(silent, lacks=("messages",))
+    needs = connect_client("claude-code", without).needs
+    assert not needs[0].met and needs[0].known and "--endpoint https://box/v1" in needs[0].hint
+    assert not connect_client("claude-code", without).works and connect_client("codex", without).works
+
+
 class _Models(BaseHTTPRequestHandler):
     key: str | None = None
+    capabilities: ClassVar[dict[str, Any] | None] = {"tools": "none", "vision": True}
 
     def do_GET(self) -> None:
         allowed = self.key is None or self.headers.get("authorization") == f"Bearer {self.key}"
-        rows = [{"id": "small", "max_model_len": 2048, "capabilities": {"tools": "none", "vision": True}}]
+        rows = [{"id": "small", "max_model_len": 2048, "capabilities": self.capabilities}]
         body = json.dumps({"data": rows} if allowed else {"error": {}}).encode()
         self.send_response(200 if allowed else 401)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        has = self.path == "/v1/responses" and json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(400 if has == {"model": "small"} else 404)
+        self.end_headers()
 
     def log_message(self, *_: Any) -> None:
         """Prints nothing."""
@@ -137,3 +155,13 @@ def test_the_command_reads_the_endpoint(
     assert invoke("connect", "langchain", "--url", url).code == 2  # its models are not known
     assert invoke("connect", "emacs", "--url", url).code == 2
     assert invoke("connect", "zed", "--url", "http://127.0.0.1:1").code == 3
+
+
+def test_the_command_asks_another_endpoint_for_the_api_of_the_client(endpoint: tuple[str, type[_Models]]) -> None:
+    url, handler = endpoint
+    assert "✓ the API /v1/messages" in invoke("connect", "claude-code", "--url", url).err, "a bedplate has it"
+    handler.capabilities = None
+    done = invoke("connect", "claude-code", "--url", url)
+    assert done.code == 1 and "✗ the API /v1/messages" in done.err and "? tools" in done.err
+    done = invoke("connect", "codex", "--url", url)
+    assert done.code == 0 and "✓ the API /v1/responses" in done.err

@@ -10,6 +10,7 @@ from aiohttp import web
 from tests.conftest import HANG_S
 
 from bedplate.hosting.endpoints import EndpointWatch
+from bedplate.run.gateway import Gateway, GatewayBackend
 from bedplate.run.gateway.elsewhere import RemoteAddress, RemoteBackend
 from bedplate.values.capabilities import Capabilities
 
@@ -36,13 +37,18 @@ async def check(row: dict[str, Any], statuses: dict[str, int]) -> tuple[RemoteBa
     await site.start()
     (address, *_) = runner.addresses
     backend = RemoteBackend("here", RemoteAddress.from_url(f"http://127.0.0.1:{address[1]}"), KEY, sent_name="small")
-    watch = EndpointWatch([backend], lambda line: None)
-    task = asyncio.ensure_future(watch.run())
-    await asyncio.wait_for(watch.checked.wait(), HANG_S)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await watch(backend)
     await runner.cleanup()
     return backend, seen
+
+
+async def watch(backend: RemoteBackend) -> None:
+    """Until its first check."""
+    watching = EndpointWatch([backend], lambda line: None)
+    task = asyncio.ensure_future(watching.run())
+    await asyncio.wait_for(watching.checked.wait(), HANG_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +57,30 @@ async def check(row: dict[str, Any], statuses: dict[str, int]) -> tuple[RemoteBa
         ({}, {"messages", "responses"}),
         ({MESSAGES: 400, RESPONSES: 422}, set()),
         ({MESSAGES: 405, RESPONSES: 500}, {"messages"}),
-        ({MESSAGES: 400, RESPONSES: 200}, {"responses"}),  # an answer to an empty request is none
+        ({MESSAGES: 400, RESPONSES: 200}, {"responses"}),  # an answer to such a request is none
     ],
 )
-def test_apis_that_an_endpoint_lacks_are_found_with_empty_requests(statuses: dict[str, int], lacking: set[str]) -> None:
+def test_apis_that_an_endpoint_lacks_are_found_without_a_prompt(statuses: dict[str, int], lacking: set[str]) -> None:
     backend, seen = asyncio.run(check({}, statuses))
     assert backend.state == "ready" and backend.lacking_apis == lacking
-    assert seen == [("GET", "/v1/models", b""), ("POST", MESSAGES, b"{}"), ("POST", RESPONSES, b"{}")]
+    empty = b'{"model":"small"}'
+    assert seen == [("GET", "/v1/models", b""), ("POST", MESSAGES, empty), ("POST", RESPONSES, empty)]
+
+
+def test_a_bedplate_with_several_models_has_all_apis() -> None:
+    async def check_gateway() -> RemoteBackend:
+        backends = [GatewayBackend(model, "llama.cpp") for model in ("small", "large")]
+        for one in backends:
+            one.state, one.address = "ready", ("127.0.0.1", 9)
+        gateway = Gateway(backends)
+        await gateway.start("127.0.0.1", 0)
+        remote = RemoteBackend("here", RemoteAddress.from_url(gateway.url), sent_name="large")
+        await watch(remote)
+        await gateway.stop(0)
+        return remote
+
+    remote = asyncio.run(check_gateway())
+    assert remote.state == "ready" and remote.lacking_apis == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def connect(
     from bedplate.values import to_json
 
     wanted = find_client(client)
-    found = connect_client(wanted, _find_endpoint(url, model))
+    found = connect_client(wanted, _find_endpoint(wanted, url, model))
     if output is not None:
         _write(output, found.settings.text)
     if json:
@@ -69,16 +69,16 @@ def connect(
         if found.endpoint.needs_key:
             lines.append(" the endpoint requires a key: set BEDPLATE_API_KEY where the client runs")
         for need in found.needs:
-            mark = "✓" if need.met else "✗" if need.required else "!"
+            mark = "?" if not need.known else "✓" if need.met else "✗" if need.required else "!"
             lines.append(f" {mark} {need.need}{f': {need.hint}' if need.hint else ''}")
         notes.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
     if not found.works:
         raise typer.Exit(1)
 
 
-def _find_endpoint(url: str | None, model: str | None) -> ServedEndpoint:
+def _find_endpoint(client: str, url: str | None, model: str | None) -> ServedEndpoint:
     from bedplate.errors import UsageError
-    from bedplate.hosting.client_settings import ServedEndpoint
+    from bedplate.hosting.client_settings import API_PATHS, CLIENTS, ServedEndpoint
     from bedplate.hosting.records import list_running
 
     if url is None:
@@ -101,11 +101,15 @@ def _find_endpoint(url: str | None, model: str | None) -> ServedEndpoint:
             f"{root} lists no models" + (" without a key" if needs_key else ""),
             hint="set BEDPLATE_API_KEY, or name the model: --model MODEL",
         )
-    known: dict[str, Any] = chosen.get("capabilities") or {}
+    reported = chosen.get("capabilities")
+    known: dict[str, Any] = reported if isinstance(reported, dict) else {}
+    api, reports = CLIENTS[client][0].api, "tools" in known
+    lacks = api in API_PATHS and not reports and not _has_path(f"{root}{API_PATHS[api]}", name, needs_key)
     return ServedEndpoint(
         root=root, model=name, needs_key=needs_key, context_tokens=chosen.get("max_model_len"),
         tools=known.get("tools", "auto") != "none", vision=known.get("vision") is True,
         generation=known.get("generation") is not False,
+        reports_capabilities=reports, lacks=(api,) if lacks else (),
     )  # fmt: skip
 
 
@@ -139,6 +143,28 @@ def _read_models(root: str) -> tuple[bool, list[dict[str, Any]]]:
     if (listed := read(None)) is not None:
         return False, listed
     return True, read(os.environ.get("BEDPLATE_API_KEY")) or []
+
+
+def _has_path(url: str, model: str, needs_key: bool) -> bool:
+    """Whether an endpoint has an API: if it does, it rejects a request without content."""
+    import json
+    import os
+    import urllib.error
+    import urllib.request
+
+    from bedplate.hosting.endpoints import UNKNOWN_PATH
+
+    key = os.environ.get("BEDPLATE_API_KEY") if needs_key else None
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(url, json.dumps({"model": model}).encode(), headers)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:  # noqa: S310
+            return answer.status not in UNKNOWN_PATH
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code not in UNKNOWN_PATH
+    except OSError:
+        return True  # it has just answered another request
 
 
 def _write(path: Path, text: str) -> None:

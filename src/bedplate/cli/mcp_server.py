@@ -156,10 +156,13 @@ class McpServer:
         number, params = message.get("id"), message.get("params")
         params = params if isinstance(params, dict) else {}
         if number is None:
-            if message.get("method") == "notifications/cancelled":
-                process = self._running.get(params.get("requestId"))
+            if message.get("method") == "notifications/cancelled" and is_id(cancelled := params.get("requestId")):
+                process = self._running.get(cancelled)
                 if process is not None:
                     end_process(process)
+            return
+        if not is_id(number):
+            self._send({"id": None, "error": {"code": _INVALID_REQUEST, "message": "id must be a text or a number"}})
             return
         try:
             self._answer(number, message.get("method"), params)
@@ -190,11 +193,16 @@ class McpServer:
         self._send({"id": number, "result": result})
 
     def _start(self, number: Any, arguments: list[str]) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bedplate.cli.mcp_child", *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            env={**os.environ, "NO_COLOR": "1"},
-        )  # fmt: skip
+        if number in self._running:
+            raise McpError(_INVALID_REQUEST, f"the request {number} is still running")
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bedplate.cli.mcp_child", *arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                env={**os.environ, "NO_COLOR": "1"},
+            )  # fmt: skip
+        except (OSError, ValueError) as error:  # a null character, a lone surrogate, or too long for a command line
+            raise McpError(_INVALID_PARAMS, f"{arguments[0]} cannot be run with these arguments: {error}") from None
         self._running[number] = process
         thread = threading.Thread(target=self._finish, args=(number, process))
         self._threads.append(thread)
@@ -218,6 +226,10 @@ class McpServer:
         with self._lock:
             self._output.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
             self._output.flush()
+
+
+def is_id(number: object) -> bool:
+    return type(number) in (str, int, float)
 
 
 def make_result(output: str, errors: str) -> dict[str, Any]:

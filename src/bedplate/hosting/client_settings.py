@@ -14,6 +14,8 @@ KEY_VARIABLE = "BEDPLATE_API_KEY"
 AGENT_CONTEXT = 65_536
 """Context for coding agents: https://docs.ollama.com/integrations/claude-code and .../codex recommend 64k tokens."""
 Api = Literal["chat", "messages", "responses"]
+API_PATHS: dict[Api, str] = {"messages": "/v1/messages", "responses": "/v1/responses"}
+"""APIs that not every endpoint has."""
 
 
 class ServedEndpoint(Record, frozen=True, kw_only=True):
@@ -27,6 +29,10 @@ class ServedEndpoint(Record, frozen=True, kw_only=True):
     tools: bool = True
     vision: bool = False
     generation: bool = True
+    reports_capabilities: bool = True
+    """Otherwise `tools`, `vision` and `generation` are assumed."""
+    lacks: tuple[Api, ...] = ()
+    """The APIs that it was asked for and does not have."""
 
     @property
     def url(self) -> str:
@@ -53,6 +59,8 @@ class ClientNeed(Record, frozen=True, kw_only=True):
     required: bool
     """Whether the client does not work without it."""
     hint: str = ""
+    known: bool = True
+    """Whether the endpoint says so; otherwise `met` is assumed."""
 
 
 class ConnectedClient(Record, frozen=True, kw_only=True):
@@ -281,23 +289,25 @@ def connect_client(client: str, endpoint: ServedEndpoint) -> ConnectedClient:
 
 
 def _list_needs(kind: ClientKind, at: ServedEndpoint) -> list[ClientNeed]:
-    needs = [
-        ClientNeed(
-            need="text generation", met=at.generation, required=True,
-            hint="" if at.generation else "this is not a generation model; serve another one",
-        )
-    ]  # fmt: skip
+    needs = []
+    if kind.api in API_PATHS:
+        met = kind.api not in at.lacks
+        hint = "" if met else f"bedplate serve --endpoint {at.url} has it, and translates requests for this one"
+        needs.append(ClientNeed(need=f"the API {API_PATHS[kind.api]}", met=met, required=True, hint=hint))
+    known = at.reports_capabilities
+    hint = "" if at.generation else "this is not a generation model; serve another one"
+    needs.append(_make_need("text generation", at.generation, required=True, hint=hint, known=known))
     if not kind.agent:
         return needs
-    needs.append(
-        ClientNeed(
-            need="tools", met=at.tools, required=True,
-            hint="" if at.tools else "serve a model whose chat template has tools, on an engine that supports them",
-        )
-    )  # fmt: skip
+    hint = "" if at.tools else "serve a model whose chat template has tools, on an engine that supports them"
+    needs.append(_make_need("tools", at.tools, required=True, hint=hint, known=known))
     enough = at.context_tokens is None or at.context_tokens >= AGENT_CONTEXT
     hint = "" if enough else f"bedplate serve --context {AGENT_CONTEXT}; long prompts are rejected otherwise"
-    needs.append(
-        ClientNeed(need=f"context of {AGENT_CONTEXT:,} tokens", met=enough, required=False, hint=hint)
-    )  # fmt: skip
+    need = f"context of {AGENT_CONTEXT:,} tokens"
+    needs.append(_make_need(need, enough, required=False, hint=hint, known=at.context_tokens is not None))
     return needs
+
+
+def _make_need(need: str, met: bool, *, required: bool, hint: str, known: bool) -> ClientNeed:
+    shown = hint if known else "not checked: the endpoint does not report it"
+    return ClientNeed(need=need, met=met, required=required, hint=shown, known=known)

@@ -31,7 +31,7 @@ LOST_AFTER = 3
 ANSWERS_WITHOUT_LIST = (404, 405, 501)
 """Statuses of endpoints that work and do not list their models."""
 UNKNOWN_PATH = (200, *ANSWERS_WITHOUT_LIST)
-"""Statuses of a path that an endpoint does not have. Those that have it reject an empty request."""
+"""Statuses of a path that an endpoint does not have. Those that have it reject a request without content."""
 
 
 def make_endpoints(order: Order, made: Sequence[PreparedModel]) -> list[RemoteBackend]:
@@ -187,12 +187,14 @@ async def _find_lacking_apis(backend: RemoteBackend, session: aiohttp.ClientSess
     """The other APIs that the endpoint does not have, so that requests are translated for it."""
     import aiohttp
 
+    # An endpoint with several models answers 404 to a request that names none.
+    empty = msgspec.json.encode({"model": backend.sent_name})
     lacking = set()
     for path, api in NATIVE.items():
         if path.count(b"/") > 2:  # a path below the API's own
             continue
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-            async with _request(backend, session, "POST", path.decode(), b"{}") as answer:
+            async with _request(backend, session, "POST", path.decode(), empty) as answer:
                 if answer.status in UNKNOWN_PATH:
                     lacking.add(api)
     return frozenset(lacking)

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from bedplate.run.gateway import tracing
 from bedplate.run.gateway.tracing import MOST_PENDING, SpanExporter, begin_span, read_headers
 
 from .scripted import (
@@ -27,6 +28,8 @@ from .scripted import (
     make_delta,
     make_stream,
     start_gateway,
+    wait_until,
+    wait_within,
 )
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -38,10 +41,13 @@ class Collector:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def handle(self, request: web.Request) -> web.Response:
         assert request.content_type == "application/json"
         self.bodies.append(await request.json())
+        await self.gate.wait()
         return web.json_response({"partialSuccess": {}})
 
 
@@ -150,6 +156,22 @@ async def test_client_that_does_not_sample_is_not_traced() -> None:
         await (await setup.connect()).post(CHAT, make_chat_body(), traceparent=PARENT[:-1] + "0")
         assert setup.engine.seen[0].header("traceparent")[0].endswith("-00")
     assert not list_spans(collector)
+
+
+async def test_stop_waits_for_the_spans_that_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "SEND_EVERY_S", 0.01)
+    collector = Collector()
+    collector.gate.clear()
+    async with start(collector) as (setup, exporter):
+        client = await setup.connect()
+        assert (await client.post(CHAT, make_chat_body())).status == 200
+        await wait_until(lambda: len(collector.bodies) == 1, "the first spans to be sent")
+        assert (await client.post(CHAT, make_chat_body())).status == 200
+        stopping = asyncio.ensure_future(setup.gateway.stop(0))
+        await wait_until(lambda: not setup.gateway.connections, "the gateway to stop")
+        collector.gate.set()
+        await wait_within(stopping)
+        assert (exporter.sent, exporter.lost) == (2, 0) and len(list_spans(collector)) == 2
 
 
 async def test_collector_that_fails_costs_spans_and_no_answers() -> None:

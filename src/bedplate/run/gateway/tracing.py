@@ -158,6 +158,7 @@ class SpanExporter:
         self._note = note
         self._pending: deque[dict[str, Any]] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self._failing = False
 
     def add(self, span: dict[str, Any]) -> None:
@@ -170,21 +171,21 @@ class SpanExporter:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Sends what is left."""
+        """Sends what is left. A request that is on its way is not given up."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            async with self._open_session() as session:
-                while self._pending and not self._failing:
-                    await self._send(session)
+            self._stopping.set()
+            await self._task
 
     async def _run(self) -> None:
         async with self._open_session() as session:
-            while True:
-                await asyncio.sleep(SEND_EVERY_S)
+            while not self._stopping.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), SEND_EVERY_S)
                 while self._pending:
                     await self._send(session)
+                    if self._failing:
+                        break
+        self.lost += len(self._pending)
 
     def _open_session(self) -> aiohttp.ClientSession:
         import aiohttp
