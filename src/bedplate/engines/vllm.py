@@ -145,7 +145,8 @@ GFX = (
     "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
 )  # fmt: skip
 CUDA_LEAST: Mapping[str, tuple[int, int]] = {
-    "fp8": (7, 5), "nvfp4": (7, 5), "mixed": (7, 5), "mxfp4": (8, 0), "mxfp8": (8, 0), "compressed-tensors": (7, 5),
+    "fp8": (7, 5), "modelopt": (8, 0), "nvfp4": (7, 5), "mixed": (7, 5), "mxfp4": (8, 0), "mxfp8": (8, 0),
+    "compressed-tensors": (7, 5),
     "awq": (7, 5), "gptq": (7, 5), "auto-round": (7, 5), "torchao": (7, 5), "quark": (8, 0),
     "mxfp4 experts, fp8": (8, 9),
 }  # fmt: skip
@@ -160,7 +161,7 @@ SUPPORTED_METHODS: Mapping[str, frozenset[str]] = {
     "hpu": GAUDI_METHODS,
 }
 """supported_quantization in platforms/rocm.py and xpu.py; for CPUs docs/features/quantization (v0.28.0rc2)."""
-NEEDS_FP8_UNITS = frozenset(["fp8", "mxfp8", "mxfp4 experts, fp8"])
+NEEDS_FP8_UNITS = frozenset(["fp8", "modelopt", "mxfp8", "mxfp4 experts, fp8"])
 """On AMD there are no kernels that dequantize these."""
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
