@@ -391,6 +391,27 @@ def test_server_for_old_cards_is_chosen_if_the_simplest_engine_misses_the_target
     assert found.reasons[0].rule == "latency.engine"
 
 
+class TestAdaptersOfExperts:
+    """vLLM has no LoRA of experts for tensor and data parallel attention at once, SGLang none for the latter."""
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    @pytest.mark.parametrize("model", ["openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B"])
+    def test_attention_replicas_are_whole_cards_or_none(self, engine: str, model: str) -> None:
+        work: dict[str, Any] = {"concurrency": 64, "lora_adapters": 4}
+        found = decide_for(model, "H200 SXM", 8, engine, with_alternatives=True, **work)
+        if found.engine is None:
+            assert engine == "sglang" and model.startswith("openai")  # no LoRA adapters of experts in MXFP4
+            return
+        layouts = [found.parallelism, *(one.parallelism for one in found.alternatives if one.engine == engine)]
+        assert len(layouts) > 3 and not any("was not planned" in note for note in found.notes)
+        if engine == "vllm":
+            assert all(one.attention_data in (1, one.tensor) for one in layouts)
+            assert any(one.attention_data > 1 for one in layouts)
+        else:
+            assert all(one.attention_data == 1 for one in layouts)
+            assert get_reason(found, "layout.mixture").endswith("SGLang serves no LoRA adapters in this layout")
+
+
 class TestFp8BeforeAda:
     """SGLang computes FP8 by ModelOpt and FP8 experts with kernels that A100 and A10G do not have."""
 

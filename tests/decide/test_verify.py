@@ -625,6 +625,12 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         "vllm.adapters",
         lambda: plan_adapters("vllm").with_option("--max-cpu-loras", "1"),
     ),
+    "adapters of experts with tensor and data parallel attention": (
+        "vllm.adapters",
+        lambda: make_plan("vllm", "H100 SXM", 8, "openai/gpt-oss-120b", 64, lora_adapters=4).with_layout(
+            tensor=8, expert=8, attention_data=4, data=1
+        ),
+    ),
     "adapters with attention replicas": (
         "sglang.adapters",
         lambda: plan_adapters("sglang").with_option("--attn-dp-size", "2"),

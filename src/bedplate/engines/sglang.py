@@ -623,6 +623,9 @@ class Sglang(Engine):
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         return layout.tensor * layout.pipeline % hosts == 0
 
+    def accepts_adapters(self, layout: Parallelism) -> bool:
+        return layout.attention_data == 1
+
     def _get_adapter_options(self, plan: Plan) -> list[str]:
         work = plan.workload
         if not work.adapters:
