@@ -490,6 +490,8 @@ def _lay_out(
     if has_different_cards(case.hardware):
         every = len(case.hardware.accelerators)
         layouts = (one for one in layouts if one.tensor * one.pipeline * one.data == every)
+    if case.workload.adapters:
+        layouts = (one for one in layouts if engine.accepts_adapters(one))
     found = [make(layout, wanted) for layout in layouts]
     if case.workload.task != "generate" or engine.refuse_eight_bit_cache(target, model) is not None:
         return found

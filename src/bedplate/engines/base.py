@@ -658,6 +658,10 @@ class Engine:
         """Whether it has this layout for this architecture; `hosts` are those of one replica."""
         return True
 
+    def accepts_adapters(self, layout: Parallelism) -> bool:
+        """Whether it serves LoRA adapters in this layout."""
+        return True
+
     def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:
         """The layers on each card of one replica's pipeline; the first stages get the remainder."""
         layers, stages = launch.model.num_layers, launch.plan.parallelism.pipeline

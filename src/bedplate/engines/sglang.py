@@ -26,6 +26,7 @@ from bedplate.engines.checks import (
     explain_old_method,
     explain_packing,
     format_capability,
+    lacks_expert_kernels,
 )
 from bedplate.engines.knobs import (
     apply_tuned_options,
@@ -109,10 +110,10 @@ CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
 # python/sglang/kernels/aot/setup_rocm.py of v0.5.18.
 GFX = ("gfx942", "gfx950", "gfx1250")
 SUPPORTED_METHODS = frozenset([
-    "fp8", "nvfp4", "mixed", "mxfp4", "mxfp8", "compressed-tensors", "awq", "gptq", "auto-round", "bitsandbytes",
-    "torchao", "quark", "mxfp4 experts, fp8",
+    "fp8", "modelopt", "nvfp4", "mixed", "mxfp4", "mxfp8", "compressed-tensors", "awq", "gptq", "auto-round",
+    "bitsandbytes", "torchao", "quark", "mxfp4 experts, fp8",
 ])  # fmt: skip
-ROCM_METHODS = SUPPORTED_METHODS - {"nvfp4", "mixed", "bitsandbytes", "mxfp8"}
+ROCM_METHODS = SUPPORTED_METHODS - {"modelopt", "nvfp4", "mixed", "bitsandbytes", "mxfp8"}
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
     "deepseek-r1-distill": Parsers(None, "deepseek-r1"),
@@ -225,7 +226,7 @@ OVERLAY_0_5_15 = OverlayRecipe(
     "attention, November 2026",
 )
 
-CUDA_LEAST: Mapping[str, tuple[int, int]] = {"mxfp8": (10, 0)}
+CUDA_LEAST: Mapping[str, tuple[int, int]] = {"modelopt": (8, 9), "mxfp8": (10, 0)}
 """Methods that need more than the kernels of the wheel (get_min_capability in srt/layers/quantization of 0.5.23)."""
 _METHODS = "srt/layers/quantization of 0.5.23"
 QUANTIZATIONS = (
@@ -271,6 +272,13 @@ def check_method(launch: PlannedLaunch) -> str | None:
     if method not in (SUPPORTED_METHODS if launch.device == "cuda" else ROCM_METHODS):
         return f"{launch.loaded.quantization} weights are not a method that it supports on {launch.device}"
     return explain_old_method(launch, method, CUDA_LEAST.get(method) if launch.device == "cuda" else None)
+
+
+def check_expert_kernels(launch: PlannedLaunch) -> str | None:
+    """FP8 experts need compute capability 8.9: they are computed by Triton, not by Marlin kernels as dense layers."""
+    if launch.device != "cuda" or not lacks_expert_kernels(launch.loaded, launch.capability):
+        return None
+    return f"FP8 experts need compute capability 8.9; this one is {format_capability(launch)}"
 
 
 PACKED_BITS: Mapping[str, frozenset[int]] = {"awq": frozenset([4]), "gptq": frozenset([2, 3, 4, 8])}
@@ -365,6 +373,8 @@ def check_adapters(launch: PlannedLaunch) -> str | None:
 LAUNCH_RULES = (
     LaunchRule("sglang.quantization", "srt/model_loader/loader.py of 0.5.23: get_min_capability", check_method,
                "the same model in another quantization"),
+    LaunchRule("sglang.fp8-experts", "srt/layers/quantization/fp8.py of 0.5.23: Fp8MoEMethod.create_moe_runner; "
+               "sgl-project/sglang/issues/38291", check_expert_kernels, "weights in 4 bits, or vLLM"),
     LaunchRule("sglang.packing", "srt/layers/quantization/awq/awq.py and gptq/gptq.py of cce0a12 (August 2026): "
                "weight_bits", check_packing, "the same model in another quantization"),
     LaunchRule("sglang.architecture", "srt/models/registry.py of 0.5.23", check_architecture, "another engine"),
@@ -573,7 +583,8 @@ class Sglang(Engine):
             return (choose_plain_weights(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
-            return (as_it_is,) if self.find_quantization(method, target) is not None else ()
+            lacks = target.device == "cuda" and lacks_expert_kernels(model, target.capability)
+            return (as_it_is,) if self.find_quantization(method, target) is not None and not lacks else ()
         found = [choose_plain_weights(label, target)]
         if workload.adapters and model.num_experts:
             return tuple(found)
@@ -611,6 +622,9 @@ class Sglang(Engine):
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         return layout.tensor * layout.pipeline % hosts == 0
+
+    def accepts_adapters(self, layout: Parallelism) -> bool:
+        return layout.attention_data == 1
 
     def _get_adapter_options(self, plan: Plan) -> list[str]:
         work = plan.workload
