@@ -150,6 +150,10 @@ def test_speed(engine: str, archive: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "archive", "name", "levels"),
     [
+        ("vLLM", FIRST, "vllm-8b", (1, 16, 64, 256)),
+        ("SGLang", FIRST, "sglang-8b", (1, 16, 64, 256)),
+        ("vLLM, experts", THIRD, "moe-vllm", (1, 16, 64, 256)),
+        ("SGLang, experts", FOURTH, "moe-sglang", (1, 16, 64, 256)),
         ("vLLM, latent attention", FIFTH, "mla", (1, 16, 64, 256)),
         ("vLLM, 32 B", FOURTH, "dense-32b", (1, 16, 64, 256)),
         ("llama.cpp, Q4_K", SIXTH, "llama.cpp", (1, 16, 64, 256)),
@@ -164,10 +168,11 @@ def test_predictions_are_those_of_the_plans(engine: str, archive: str, name: str
     for place, level in enumerate(levels):
         told = [cell.strip() for cell in lines[place].strip("|").split("|")]
         estimate = read_json(archive, f"{name}/plan-{level}.json")["estimate"]
-        for cell, metric, digits in ((3, "output_tok_s", 0), (5, "tpot_ms", 1), (7, "ttft_ms", 0)):
-            assert read_numbers(told[cell]) == [
-                round(estimate[metric][one], digits) for one in ("value", "low", "high")
-            ]
+        for cell, metric in ((3, "output_tok_s"), (5, "tpot_ms"), (7, "ttft_ms")):
+            shown = re.findall(r"\d[\d,]*(?:\.\d+)?", told[cell])
+            figures = [estimate[metric][one] for one in ("value", "low", "high")]
+            expected = [f"{one:,.{len(text.partition('.')[2])}f}" for one, text in zip(figures, shown, strict=True)]
+            assert shown == expected
 
 
 @pytest.fixture(scope="module")
@@ -389,6 +394,7 @@ def test_migrations_lost_no_answer() -> None:
     assert read_numbers(" ".join(find_row("vLLM to SGLang"))) == [round(there["seconds"]), there["answers_meanwhile"]]
     assert read_numbers(" ".join(find_row("SGLang to vLLM"))) == [round(back["seconds"]), back["answers_meanwhile"]]
     assert f"All {streams['whole']:,} answers were complete" in PAGE
+    assert f"The longest took {streams['longest_s']:.1f} s." in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("words", ["512 + 128 tokens, unique prompts", "2,048 + 128 tokens, the first 1,792 shared"])
@@ -474,6 +480,32 @@ def test_options_beside_the_plan(row: str, side: str) -> None:
     (name,) = [one for one in names if one == f"options/{side}.json" or one.startswith(f"options/{side}.method")]
     cells = from_json(Run, read_files(FOURTH)[name].encode()).cells
     assert read_numbers(" ".join(find_row(row))) == [round(compute_speed(cell)) for cell in cells]
+
+
+def format_interval(gains: list[float]) -> str:
+    low, value, high = (f"{abs(gain - 1) * 100:.1f}" for gain in gains)
+    return f"{value} % ({min(low, high, key=float)} % to {max(low, high, key=float)} %)"
+
+
+def test_gains_of_options() -> None:
+    verdicts, words = read_verdicts("options"), " ".join(PAGE.split())
+    costs = verdicts["vllm:--kv-cache-dtype=fp8", "1:512/128"]["output_tok_s"]
+    assert f"and costs {format_interval(costs)} at one request" in words
+    low, value, high = verdicts["vllm:--no-enable-prefix-caching", "64:2048/128/1792"]["output_tok_s"]
+    assert f"{1 / value:.1f} times as fast ({1 / high:.1f} to {1 / low:.1f})" in words
+
+
+def test_windows_of_one_cell_differ() -> None:
+    found: dict[str, list[list[float]]] = {}
+    for archive, step in ((FOURTH, "moe-sglang"), (SEVENTH, "moe-sglang"), (SEVENTH, "sglang-8b")):
+        cells = from_json(Run, read_files(archive)[f"{step}/run.json"].encode()).cells
+        found.setdefault(archive, []).extend(
+            [(one.delivered_tokens or 0.0) / one.seconds for one in cell.repeats] for cell in cells
+        )
+    first, second = found[FOURTH][2]
+    assert f"at 64 requests gave {first:,.0f} and {second:,.0f} tok/s" in PAGE
+    most = max(max(speeds) / min(speeds) for speeds in found[SEVENTH])
+    assert f"one of two windows of 6 s has up to {most:.2f} times the throughput" in " ".join(PAGE.split())
 
 
 def test_busy_gpu_is_refused_and_flagged() -> None:
