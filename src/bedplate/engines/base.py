@@ -219,6 +219,10 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for the interpreter and libraries."""
     device_bytes: int = 0
     """Memory of each device for the driver context, workspaces and captured graphs."""
+    context_bytes: int = 0
+    """Of these, what the process holds before it loads weights; 0: not known."""
+    layer_graph_bytes: int = 0
+    """Of these, what a layer takes in one captured CUDA graph, a layer with experts twice as much; 0: not known."""
     prefill_tokens: int | None = None
     """Prefill chunk size; `None`: the whole prompts of all requests."""
     mlp_copies: float = 3.0
@@ -607,6 +611,15 @@ class Engine:
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
         """Host memory in addition to weights and KV cache."""
         return self.uses.process_bytes + self.compute_activation_bytes(model, settings.context_tokens)
+
+    def count_graphs(self, settings: Settings) -> int:
+        """CUDA graphs that it captures when it starts."""
+        return 0
+
+    def compute_graph_bytes(self, model: Model, settings: Settings) -> float:
+        """Memory of the captured CUDA graphs of all layers; 0: it has none, or their memory is not known."""
+        each = self.uses.layer_graph_bytes * (2 if model.num_experts else 1)
+        return float(each * model.num_layers * self.count_graphs(settings))
 
     def compute_activation_bytes(self, model: Model, prompt_tokens: int) -> float:
         """Memory for 16-bit activations during prefill, on a device that holds the full width."""

@@ -40,6 +40,7 @@ from bedplate.engines.mistakes import BAD_TOKENS, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
+    CONTEXT_BYTES,
     DATA_NOT_FOR_SERVING,
     HUB,
     NOT_FOR_TEXT,
@@ -460,6 +461,8 @@ class Sglang(Engine):
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=3_000_000_000,
+        context_bytes=CONTEXT_BYTES,
+        layer_graph_bytes=250_000,
         prefill_tokens=8192,
         share=0.88,
         spread=0.5,
@@ -595,6 +598,19 @@ class Sglang(Engine):
                 found.append(Weights(label="NVFP4", made="converted", format="safetensors"))
             found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
         return tuple(found)
+
+    def count_graphs(self, settings: Settings) -> int:
+        """As srt/server_args.py of 0.5.15 counts: the sizes of decoding steps and, up to the context, of prompts."""
+        if settings.device != "cuda":
+            return 0
+        steps = [1, 2, 4, 8, 12, *range(16, 257, 8)]
+        prompts = [
+            *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64),
+            *range(1280, 4097, 256), *range(4608, 8193, 512),
+        ]  # fmt: skip
+        longest = min(settings.batch_tokens or 8192, settings.context_tokens)
+        captured = [size for size in steps if size <= settings.slots]
+        return len(captured) + len([size for size in prompts if size <= longest])
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)

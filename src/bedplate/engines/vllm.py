@@ -37,6 +37,7 @@ from bedplate.engines.mistakes import BAD_TOKENS, TEXT_ONLY, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
+    CONTEXT_BYTES,
     DATA_NOT_FOR_SERVING,
     FLOAT32_ONLY,
     GIB,
@@ -671,6 +672,8 @@ class Vllm(Engine):
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=2_500_000_000,
+        context_bytes=CONTEXT_BYTES,
+        layer_graph_bytes=200_000,
         prefill_tokens=LARGE_BATCH_TOKENS,
         share=0.92,
         share_of="total",
@@ -864,6 +867,14 @@ class Vllm(Engine):
                 found.append(Weights(label="NVFP4", made="converted", format="safetensors"))
             found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
         return tuple(found)
+
+    def count_graphs(self, settings: Settings) -> int:
+        """Sizes as in config/vllm.py of 0.26.0: each is captured in pieces, those for decoding as a whole as well."""
+        if settings.device != "cuda":
+            return 0
+        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, GRAPH_TOKENS + 1, 16)]
+        captured = [size for size in sizes if size <= (settings.graph_tokens or GRAPH_TOKENS)]
+        return len(captured) + len([size for size in captured if size <= settings.slots])
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
