@@ -158,22 +158,26 @@ def _explain(
     return explain_loss(one, chosen, case), None
 
 
-def list_exceptions(alternatives: Sequence[Alternative], chosen: EngineCandidate) -> tuple[Reason, ...]:
+def list_exceptions(
+    alternatives: Sequence[Alternative], chosen: EngineCandidate, case: DecisionCase
+) -> tuple[Reason, ...]:
     """A reason for each rule that excluded a plan of the chosen engine although the order prefers it."""
     found: dict[str, Alternative] = {}
     for one in alternatives:
         if one.rule is not None and one.rule in PRINTED and one.engine == chosen.engine.id:
             found.setdefault(one.rule, one)
     return tuple(
-        Reason(rule=name, text=_describe_exception(one), source=PRINTED[name].citation) for name, one in found.items()
+        Reason(rule=name, text=_describe_exception(one, case), source=PRINTED[name].citation)
+        for name, one in found.items()
     )
 
 
-def _describe_exception(one: Alternative) -> str:
+def _describe_exception(one: Alternative, case: DecisionCase) -> str:
     speed = one.estimate.output_tok_s
     rate = f", about {format_figure(speed.value)} tok/s" if speed is not None else ""
     cache = " with an 8-bit KV cache" if one.settings is not None and one.settings.kv_type != "16-bit" else ""
-    what = f"{one.quantization}{cache} on {_count_cards(one.parallelism)}{rate}"
+    where = f" on {_count_cards(one.parallelism)}" if case.hardware.accelerators else ""
+    what = f"{one.quantization}{cache}{where}{rate}"
     return f"not {what}: {one.why_not[0].lower()}{one.why_not[1:].rstrip('.')}"
 
 

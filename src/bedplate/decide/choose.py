@@ -333,7 +333,7 @@ class EngineSearch:
                 hint_details=(*self._find_raised_limit(None), *self._list_remedies(asked)),
             )  # fmt: skip
         # Rules against plans of the chosen engine are reasons, with or without the alternatives.
-        exceptions = list_exceptions(alternatives, chosen)
+        exceptions = list_exceptions(alternatives, chosen, self.case)
         tuned = with_tuning(chosen, case, self.evidence)
         chosen = tuned if tuned is chosen or verify_candidate(tuned, case) is None else chosen
         orchestrator, above = self._choose_orchestrator(chosen)
