@@ -34,7 +34,7 @@ class SafeConsole(Console):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Lines that do not wrap, such as commands, stay whole: by default they are cut off at the console's width."""
+        """Lines that may not be wrapped, such as commands, stay whole: without this, rich cuts their ends off."""
         super().print(*objects, **{"crop": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
