@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import re
@@ -175,14 +176,19 @@ def test_predictions_are_those_of_the_plans(engine: str, archive: str, name: str
             assert shown == expected
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("card_predict", ROOT / "benchmarks" / "card" / "predict.py")
+def load_program(folder: str, name: str) -> ModuleType:
+    path = ROOT / "benchmarks" / folder / name
+    spec = importlib.util.spec_from_file_location(f"{folder}_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    return load_program("card", "predict.py")
 
 
 @pytest.fixture(scope="module")
@@ -218,39 +224,17 @@ def test_throughput_of_llama_cpp_with_many_requests(predicted: list[Any]) -> Non
 
 
 GIB = 2**30
-LOGGED = {
-    "vLLM": (r"Model loading took ([\d.]+) GiB", r"KV cache memory: ([\d.]+) GiB", r"KV cache size: ([\d,]+) tokens"),
-    "SGLang": (r"Load weight end.* mem usage=([\d.]+) GB", r"[KV] size: ([\d.]+) GB", r"#tokens: (\d+),"),
-}
-CAPTURED = {"vLLM": r"Graph capturing finished .* took ([\d.]+) GiB", "SGLang": r"CUDA graph end.* usage=([\d.]+) GB"}
-LOADED = re.compile(r"Model loading took|Load weight end")
-STAMP = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d")
 
 
-def read_start(archive: str, name: str, engine: str) -> list[str]:
-    """The lines of the engine's last start in this step."""
-    logs = [
-        text for path, text in read_files(archive).items() if re.match(rf"{name}/\w+-logs/.*{engine.lower()}", path)
-    ]
-    (log,) = logs
-    lines = log.splitlines()
-    begins = max(place for place, line in enumerate(lines) if line.startswith("# ") and " serve " in line)
-    return lines[begins + 1 :]
+@pytest.fixture(scope="module")
+def memory() -> ModuleType:
+    return load_program("memory", "h200.py")
 
 
-def find_figures(pattern: str, lines: list[str]) -> list[float]:
-    return [float(figure.replace(",", "")) for line in lines for figure in re.findall(pattern, line)]
-
-
-def read_peaks(archive: str, start: list[str], engine: str) -> tuple[float, float]:
-    """GiB of the GPU that were used at most while weights were loaded, and after CUDA graphs were captured."""
-    stamped = [(stamp[0], line) for line in start if (stamp := STAMP.search(line)) is not None]
-    (loaded,) = [stamp for stamp, line in stamped if LOADED.search(line)]
-    captured = [stamp for stamp, line in stamped if re.search(CAPTURED[engine], line)][-1]
-    samples = [line.split(", ") for line in read_files(archive)["gpu.csv"].splitlines()]
-    used = [(at[5:19].replace("/", "-"), int(mib) / 1024) for at, mib, *_ in samples]
-    loading = max(gib for at, gib in used if stamped[0][0] <= at <= loaded)
-    return loading, max(gib for at, gib in used if captured <= at <= stamped[-1][0])
+def test_memory_rows_are_those_of_the_logs(memory: ModuleType) -> None:
+    expected = [list(memory.StartMemory._fields), *([str(value) for value in row] for row in memory.read_starts())]
+    with memory.ROWS.open(newline="") as file:
+        assert list(csv.reader(file)) == expected, "run benchmarks/memory/h200.py"
 
 
 @pytest.mark.parametrize(
@@ -266,36 +250,29 @@ def read_peaks(archive: str, start: list[str], engine: str) -> tuple[float, floa
         ("SGLang, experts, BF16 (G)", SEVENTH, "moe-sglang"),
     ],
 )
-def test_memory(program: ModuleType, row: str, archive: str, name: str) -> None:
-    engine = row.partition(",")[0]
+def test_memory(program: ModuleType, memory: ModuleType, row: str, archive: str, name: str) -> None:
     (run,) = [file for (of, file), label in program.MEMORY.items() if of == archive and label == row]
     predicted = program.predict_memory(from_json(Run, read_files(archive)[run].encode()))
-    start = read_start(archive, name, engine)
-    weights, cache, tokens = (find_figures(pattern, start) for pattern in LOGGED[engine])
-    graphs = find_figures(CAPTURED[engine], start)
-    loading, serving = read_peaks(archive, start, engine)
+    start = memory.read_start(read_files(archive), archive, name, run.partition("/")[2])
     device = read_json(archive, f"{name}/plan-256.json")["memory"]["devices"][0]
     rest = [device["activation_bytes"][one] + device["overhead_bytes"][one] for one in ("value", "low", "high")]
-    told = find_row(row)
-    assert [read_numbers(cell) for cell in told] == [
-        [weights[0]],
+    graphs = (predicted.graph_bytes.value, predicted.graph_bytes.low, predicted.graph_bytes.high)
+    assert [read_numbers(cell) for cell in find_row(row)] == [
+        [start.weights_gib],
         [round(device["weights_bytes"] / GIB, 2)],
-        [round(sum(cache) * GIB / tokens[0])],
+        [round(start.cache_gib * GIB / start.cache_tokens)],
         [device["kv_bytes"] / 256 / 640],
-        [round(serving - weights[0] - sum(cache), 1)],
+        [round(start.rest_gib, 1)],
         [round(one / GIB, 1) for one in rest],
-        [round(sum(graphs), 2)],
-        [
-            round(one / GIB, 2)
-            for one in (predicted.graph_bytes.value, predicted.graph_bytes.low, predicted.graph_bytes.high)
-        ],
-        [round(loading, 1)],
+        [start.graphs_gib],
+        [round(one / GIB, 2) for one in graphs],
+        [round(start.loading_gib, 1)],
         [round((predicted.loading_bytes or 0) / GIB, 1)],
     ]
-    assert predicted.graph_bytes.low / GIB < sum(graphs) < predicted.graph_bytes.high / GIB
+    assert graphs[1] / GIB < start.graphs_gib < graphs[2] / GIB, "inside the predicted range"
     if row != "vLLM, experts, FP8 (C)":
-        assert loading == pytest.approx((predicted.loading_bytes or 0) / GIB, rel=0.08)
-    assert rest[1] / GIB < serving - weights[0] - sum(cache) < rest[2] / GIB, "inside the predicted range"
+        assert start.loading_gib == pytest.approx((predicted.loading_bytes or 0) / GIB, rel=0.08)
+    assert rest[1] / GIB < start.rest_gib < rest[2] / GIB, "inside the predicted range"
 
 
 def test_memory_of_engines_without_parts_in_their_logs(program: ModuleType) -> None:
