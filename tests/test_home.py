@@ -86,3 +86,12 @@ def test_private_files_are_private_from_their_first_byte(home: Path, tmp_path: P
     with open_private(tmp_path / "one.log", "ab") as file:
         assert read_mode(tmp_path / "one.log") == 0o600
         file.write(b"x")
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="only Linux has files without a name")
+def test_a_process_killed_while_it_checks_a_folder_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "unlink", lambda *_, **__: None)  # as if it were killed before
+    ensure_writable(tmp_path / "folder")
+    assert list((tmp_path / "folder").iterdir()) == []

@@ -81,13 +81,13 @@ def open_for_owner(path: str, flags: int) -> int:
 
 def ensure_writable(folder: Path) -> Path:
     """Create `folder` if needed and check that a file can be written in it."""
+    import tempfile
+
     try:
         make_folder(folder)
-        probe = folder / f".writable.{os.getpid()}"
-        try:
-            probe.write_bytes(b"\0" * 4096)
-        finally:
-            probe.unlink(missing_ok=True)
+        # Without a name where the operating system can: nothing is left behind by a process that is killed meanwhile.
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"\0" * 4096)
     except OSError as error:
         raise make_disk_failure(error, folder) from error
     return folder
