@@ -448,3 +448,21 @@ class TestFp8BeforeAda:
         found = decide_for("meta-llama/Llama-3.1-8B-Instruct", "TITAN RTX", concurrency=32)
         assert found.engine == "vllm" and found.weights is not None and found.weights.published is not None
         assert not found.weights.published.repository.startswith("nvidia/")
+
+    @pytest.mark.parametrize(
+        ("card", "model", "kind"),
+        [
+            ("A10G", "nvidia/Llama-3.1-8B-Instruct-FP8", "bfloat16"),
+            ("T4", "nvidia/Llama-3.1-8B-Instruct-NVFP4", "float16"),
+            ("L4", "nvidia/Llama-3.1-8B-Instruct-FP8", None),
+            ("A10G", "Qwen/Qwen3-8B", None),
+        ],
+    )
+    def test_a_checkpoint_that_asks_for_an_fp8_cache_gets_one_that_the_gpu_has(
+        self, card: str, model: str, kind: str | None
+    ) -> None:
+        """Before 8.9 no attention backend is sure to have it, and on Turing none has."""
+        found = decide_for(model, card, wanted="vllm", concurrency=8)
+        assert found.launch is not None and found.settings is not None and found.settings.kv_type == "16-bit"
+        argv = found.launch.argv
+        assert (argv[argv.index("--kv-cache-dtype") + 1] if "--kv-cache-dtype" in argv else None) == kind

@@ -339,6 +339,12 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
         lambda: change_model(make_plan("vllm", "T4", 1, "Qwen/Qwen3-0.6B"), architecture="gemma3_text"),
     ),
     "an FP8 cache on an A100": ("vllm.cache-type", lambda: plan_a100().with_option("--kv-cache-dtype", "fp8")),
+    "an FP8 cache that the checkpoint asks for on an A100": (
+        "vllm.cache-type",
+        lambda: make_plan("vllm", "A100 SXM 80GB", 1, "nvidia/Llama-3.1-8B-Instruct-FP8", 64).with_option(
+            "--kv-cache-dtype", None
+        ),
+    ),
     "NVFP4 in a GGUF file on a Mac": (
         "weights.kernels",
         lambda: make_mac_plan("llama.cpp").with_plan(

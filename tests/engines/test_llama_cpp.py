@@ -28,11 +28,14 @@ from tests.engines.plans import machine, model, plans
 from tests.engines.plans import plan as engine_plan
 
 import bedplate.engines
+from bedplate.decide import decide
 from bedplate.decide.memory import fit
 from bedplate.engines import get_engine
 from bedplate.engines.llama_cpp import DEFAULT_CONTEXT_TOKENS, DEFAULT_SLOTS, MAX_SLOTS, LlamaCpp
 from bedplate.errors import UsageError
 from bedplate.facts.hardware import probe
+from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.known_models import find_model
 from bedplate.run.builtin import read_builtin_facts
 from bedplate.run.environments import EngineEnvironment, build_command
 from bedplate.run.supervisor import find_free_port
@@ -644,6 +647,28 @@ class TestBuilding:
         (only,) = LLAMA.list_variants(self.on("avx2", cards=cards), "cuda")
         assert "-DGGML_CUDA=ON" in only.options
         assert f"-DCMAKE_CUDA_ARCHITECTURES={built_for}" in only.options
+
+    @pytest.mark.parametrize(
+        ("card", "count", "run_as"),
+        [("RX 6600", 1, "10.3.0"), ("RX 6700 XT", 2, "10.3.0"), ("RX 6800", 1, None), ("RX 7900 XTX", 1, None)],
+    )
+    def test_gpus_without_kernels_in_rocblas_are_run_as_a_similar_one(
+        self, card: str, count: int, run_as: str | None
+    ) -> None:
+        """docs/build.md of llama.cpp: HSA_OVERRIDE_GFX_VERSION, with a build for the GPU that it names."""
+        hardware = make_simulated_hardware({"accelerator": card, "count": count, "ram_gb": 64})
+        found = decide(hardware, find_model("Qwen/Qwen3-4B"), Workload(), "llama.cpp")
+        assert found.launch is not None and found.launch.env.get("HSA_OVERRIDE_GFX_VERSION") == run_as
+        configured = next(step.argv for step in found.launch.prepare if "configure" in step.what)
+        variants = [one.options for one in LLAMA.list_variants(hardware, "rocm")]
+        for options in (configured, *variants):
+            assert ("-DGPU_TARGETS=gfx1030" in options) == (run_as is not None)
+
+    def test_windows_does_not_run_a_gpu_as_another_one(self) -> None:
+        hardware = make_simulated_hardware({"accelerator": "RX 6600", "ram_gb": 64, "os": "windows"})
+        found = decide(hardware, find_model("Qwen/Qwen3-4B"), Workload(), "llama.cpp")
+        assert found.launch is not None and not found.launch.env and found.settings is not None
+        assert found.settings.board is None
 
     @pytest.mark.parametrize("device", ["cpu", "cuda", "rocm", "xpu", "metal", "vulkan"])
     def test_every_cmake_option_exists_in_the_source(self, device: Device) -> None:

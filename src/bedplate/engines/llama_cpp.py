@@ -70,6 +70,7 @@ from bedplate.engines.traits import (
     TokenCounter,
 )
 from bedplate.facts.adapters import compute_adapter_bytes
+from bedplate.facts.chips import find_accelerator_chip
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import (
     Hardware,
@@ -149,6 +150,10 @@ BACKENDS: dict[Device, tuple[str, ...]] = {
     "vulkan": ("-DGGML_VULKAN=ON",),
     "metal": (),
 }
+SIMILAR_GFX: Mapping[str, tuple[str, str]] = {"gfx1031": ("gfx1030", "10.3.0"), "gfx1032": ("gfx1030", "10.3.0")}
+"""By AMD GPU without kernels in rocBLAS, which then ends the program ("Cannot read TensileLibrary.dat"): the GPU that
+it is built for and run as, and the version that HSA_OVERRIDE_GFX_VERSION names it by (docs/build.md of b21e4de;
+nktice/AMD-AI issue 6 for gfx1032). The variable has no effect on Windows."""
 ANY_CUDA = ("-DCMAKE_CUDA_ARCHITECTURES=native",)
 """Compile for the installed cards only, instead of for a dozen generations."""
 X86_OPTIONS = {
@@ -591,6 +596,7 @@ class LlamaCpp(Engine):
             # The output layer counts as one more layer.
             gpu_layers=0 if device == "cpu" else model.num_layers + 1,
             batch_tokens=_choose_batch_tokens(model, workload, slots, MIN_BATCH if device == "cpu" else MICRO_BATCH),
+            board=_find_overridden_gfx(hardware) if device == "rocm" else None,
         )
 
     def compute_overhead_bytes(self, model: Model, settings: Settings) -> float:
@@ -673,7 +679,8 @@ class LlamaCpp(Engine):
 
         if template := with_tools(plan.model.chat_template):
             argv += ["--chat-template", template]
-        return apply_tuned_options(Launch(argv=tuple(argv), prepare=self._plan_steps(plan, built)), settings)
+        launch = Launch(argv=tuple(argv), env=_make_environment(settings), prepare=self._plan_steps(plan, built))
+        return apply_tuned_options(launch, settings)
 
     def list_settings(self, hardware: Hardware, plan: Plan) -> tuple[TunableSetting, ...]:
         on_cpu = plan.settings.device == "cpu"
@@ -687,6 +694,7 @@ class LlamaCpp(Engine):
 
     def list_variants(self, hardware: Hardware, device: Device) -> tuple[BuildVariant, ...]:
         options = (*CMAKE_OPTIONS, *BACKENDS.get(device, ()), *_choose_cuda_architectures(hardware, device))
+        options += _choose_gfx(_find_overridden_gfx(hardware) if device == "rocm" else None)
         found = [BuildVariant(options=(*options, "-DGGML_NATIVE=ON"))]
         sets = hardware.cpu.instruction_sets
         if any(name.startswith("amx") for name in sets):
@@ -909,8 +917,29 @@ def _choose_cuda_architectures(hardware: Hardware, device: Device) -> tuple[str,
     return ("-DCMAKE_CUDA_ARCHITECTURES=" + ";".join(f"{number}-real" for number in numbers),)
 
 
+def _find_overridden_gfx(hardware: Hardware) -> str | None:
+    """The AMD GPU that rocBLAS has no kernels for, if all of the machine's are run as the same other one."""
+    found = set()
+    for card in find_cards(hardware, ("amd",)):
+        chip = find_accelerator_chip(card)
+        reported = (card.architecture or "").split(":")[0].lower()
+        found.add(reported if reported.startswith("gfx") else chip.gfx if chip is not None else None)
+    known = {SIMILAR_GFX.get(one or "") for one in found}
+    return min(filter(None, found)) if hardware.os == "linux" and len(known) == 1 and None not in known else None
+
+
+def _choose_gfx(overridden: str | None) -> tuple[str, ...]:
+    similar = SIMILAR_GFX.get(overridden or "")
+    return (f"-DGPU_TARGETS={similar[0]}",) if similar is not None else ()
+
+
+def _make_environment(settings: Settings) -> dict[str, str]:
+    similar = SIMILAR_GFX.get(settings.board or "")
+    return {"HSA_OVERRIDE_GFX_VERSION": similar[1]} if similar is not None else {}
+
+
 def _plan_cmake(settings: Settings, programs: list[str]) -> list[Preparation]:
-    cards = ANY_CUDA if settings.device == "cuda" else ()
+    cards = ANY_CUDA if settings.device == "cuda" else _choose_gfx(settings.board)
     configure = ("cmake", "-S", TREE, "-B", BUILD, *CMAKE_OPTIONS, *BACKENDS[settings.device], *cards)
     compile_all = ("cmake", "--build", BUILD, "--config", "Release", "--parallel", "--target", *programs)
     small = settings.device in ("cpu", "metal")

@@ -23,6 +23,7 @@ from bedplate.engines.base import (
     ParallelismKind,
     find_cards,
     get_converted_path,
+    parse_capability,
     plan_download,
 )
 from bedplate.engines.checks import (
@@ -367,6 +368,9 @@ MOST_RESIDENT_ADAPTERS = 64
 RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 NO_FLOAT16 = frozenset(["gemma2", "gemma3", "gemma3_text", "glm4"])
 """_FLOAT16_NOT_SUPPORTED_MODELS in config/model.py of 0.32.0."""
+STATES_CACHE_TYPE = frozenset(["modelopt", "nvfp4", "mixed"])
+"""Methods whose checkpoints may ask for an FP8 KV cache, which `--kv-cache-dtype auto` then means
+(utils/torch_utils.py: resolve_kv_cache_dtype_string)."""
 SPARSE_ATTENTION = frozenset(["deepseek_v32", "glm_moe_dsa"])
 HOPPER_LEAST = (9, 0)
 NEEDS_HOPPER = frozenset(["deepseek_v4"])
@@ -496,8 +500,10 @@ def check_sparse_attention(launch: PlannedLaunch) -> str | None:
 
 
 def check_cache_type(launch: PlannedLaunch) -> str | None:
-    """An FP8 cache needs compute capability 8.9."""
-    if not launch.options.get("--kv-cache-dtype", "auto").startswith("fp8") or launch.device != "cuda":
+    """An FP8 cache, which an option or the checkpoint asks for, needs compute capability 8.9."""
+    kind = launch.options.get("--kv-cache-dtype", "auto")
+    states = kind == "auto" and identify_quantization(launch.loaded)[1] in STATES_CACHE_TYPE
+    if not (kind.startswith("fp8") or states) or launch.device != "cuda":
         return None
     if launch.capability is None or launch.capability >= (8, 9):
         return None
@@ -582,7 +588,8 @@ LAUNCH_RULES = (
     LaunchRule("vllm.sparse-attention", "v1/attention/backends/mla/flashmla_sparse.py, flashinfer_mla_sparse.py of "
                "0.32.0: supports_compute_capability; vllm-project/vllm/issues/40851", check_sparse_attention,
                "an H100 or a newer data-centre GPU"),
-    LaunchRule("vllm.cache-type", "v1/attention/backends/triton_attn.py of 0.32.0: kv_cache_dtype", check_cache_type),
+    LaunchRule("vllm.cache-type", "v1/attention/backends/triton_attn.py of 0.32.0: kv_cache_dtype; "
+               "utils/torch_utils.py: resolve_kv_cache_dtype_string", check_cache_type),
     LaunchRule("vllm.experts", "config/model.py of 0.32.0: _verify_with_expert_parallelism", check_expert_option),
     LaunchRule("vllm.replicas", "model_executor/layers/fused_moe/config.py of v0.26.1rc0-1114-ga014e35: "
                "flatten_tp_across_dp_and_pcp; docs/serving/data_parallel_deployment.md", check_replicas,
@@ -936,8 +943,7 @@ class Vllm(Engine):
         argv += join_options([("--gpu-memory-utilization", settings.memory_share)])
         argv += _get_weight_options(plan) + _get_layout_options(plan) + self._get_parser_options(plan)
         argv += self._get_adapter_options(plan)
-        if settings.kv_type == "fp8":
-            argv += ["--kv-cache-dtype", "fp8"]
+        argv += _get_cache_options(plan)
         if on_cpu:
             # Compilation needs a C++ compiler, and without a size the KV cache takes nearly all of the memory.
             argv += ["--enforce-eager", "--kv-cache-memory-bytes", str(_estimate_cache_bytes(plan))]
@@ -1227,6 +1233,16 @@ def _get_weight_options(plan: Plan) -> list[str]:
         older = plan.settings.device == "cuda" and plan.settings.compute_capability is not None
         return ["--quantization", "fp8_per_tensor" if older else "fp8_per_channel"]
     return ["--dtype", "half" if plan.weights.label == "F16" else "bfloat16"]
+
+
+def _get_cache_options(plan: Plan) -> list[str]:
+    """The type of the KV cache where it is not that of the computation, or would not be on a GPU before 8.9."""
+    if plan.settings.kv_type == "fp8":
+        return ["--kv-cache-dtype", "fp8"]
+    capability = parse_capability(plan.settings.compute_capability)
+    if capability is None or identify_quantization(plan.model)[1] not in STATES_CACHE_TYPE:
+        return []
+    return ["--kv-cache-dtype", "bfloat16" if capability >= (8, 0) else "float16"]
 
 
 def _get_layout_options(plan: Plan) -> list[str]:

@@ -200,7 +200,7 @@ class Settings(Record, frozen=True, kw_only=True):
     compute_capability: str | None = None
     """CUDA compute capability, if the package that is installed or the options depend on it."""
     board: str | None = None
-    """The accelerator board, if it decides what is started: n300."""
+    """The accelerator board or the GPU, if it decides what is built and started: n300, gfx1032."""
     turned: TunedSettings | None = None
     """The settings that `bedplate tune` found on this machine; `None`: none."""
 
