@@ -11,15 +11,19 @@ from typing import cast
 
 import pytest
 from tests.commands import invoke
+from tests.runs import make_cell, make_run
 
 from bedplate.cli import terminal
 from bedplate.cli.terminal import SafeConsole
+from bedplate.decide import decide
 from bedplate.decide.questions import Offer, list_purchasable, procure
+from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.run.models import find_known_model
+from bedplate.show.bench import render_run
 from bedplate.show.columns import Column, FittingTable
 from bedplate.show.procure import list_worthwhile, render_offers
 from bedplate.show.serving import render_ready
-from bedplate.values import Endpoint, Workload
+from bedplate.values import Endpoint, Workload, replace_fields
 from bedplate.values.intent import Operations
 
 
@@ -180,16 +184,40 @@ def test_procurement_for_many_people_leaves_out_laptops_and_chips_that_miss_the_
         ("plan", "qwen3:8b"),
         ("plan", "llama3.1:8b", "--engine", "llama.cpp"),
         ("plan", "gpt-oss:20b", "--alternatives"),
-        ("simulate", "llama3.1:8b", "--users", "20"),
-        ("engines",),
+        ("simulate", "qwen3:8b", "--rate", "4", "--requests", "200", "--slo", "tpot_ms=50"),
     ],
 )
 def test_no_word_breaks_at_80_columns(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of models may break after a hyphen."""
-    machine = () if words[0] in ("inspect", "engines") else ("--hardware", "RTX 4090")
+    machine = () if words[0] == "inspect" else ("--hardware", "RTX 4090")
     shown = {}
     for width in (80, 2000):
         monkeypatch.setattr(terminal, "PIPE_WIDTH", width)
-        shown[width] = invoke(*words, *machine).out
+        answer = invoke(*words, *machine)
+        assert answer.code == 0, answer.err
+        shown[width] = answer.out
     whole = set(re.findall(r"[^\s/-]+", shown[2000]))
     assert [word for word in re.findall(r"[^\s/-]+", shown[80]) if word not in whole] == []
+
+
+def test_the_table_of_a_benchmark_has_every_figure_at_any_width() -> None:
+    """A narrow terminal gets several tables, each with engine and load; a p99 stays beside its median."""
+    cells = [make_cell("vllm", load, 50.0 * load) for load in (1, 4)] + [make_cell("tensorrt-llm", 256, 33333.3)]
+    run = make_run(cells)
+    wide = render(render_run(run, 0.98, {cells[0].id: "memory bandwidth"}), 200)
+    for width in (60, 80, 100):
+        shown = render(render_run(run, 0.98, {cells[0].id: "memory bandwidth"}), width)
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+        assert set(wide.split()) == set(shown.split())
+        heads = [line.split() for line in shown.splitlines() if line.startswith(" engine ")]
+        assert len(heads) > 1 and all(head[:2] == ["engine", "load"] and head[2] not in ("p99", "±") for head in heads)
+
+
+def test_a_plan_for_a_cpu_mentions_no_gpu_in_its_reasons() -> None:
+    model = find_known_model("meta-llama/Llama-3.1-8B-Instruct")
+    known = make_simulated_hardware({"cpu": "AMD EPYC 9654", "ram_gb": 24, "os": "linux"})
+    unknown = replace_fields(known.cpu, name="unknown CPU")
+    machine = replace_fields(known, cpu=unknown, memory=replace_fields(known.memory, bandwidth_bytes_s=None))
+    decision = decide(machine, model, Workload())
+    texts = {one.rule: one.text for one in decision.reasons}
+    assert texts["quant.unpredicted"].startswith("not F16: if the speed of a local engine cannot be predicted")

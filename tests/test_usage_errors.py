@@ -44,6 +44,7 @@ from bedplate.values import Workload
         ("plan m --hardware 8 H100 SXM", "unexpected argument 'H100 SXM'", '--hardware "8 H100 SXM"'),
         ("serve --prot 3", "bedplate serve has no option --prot", "did you mean --port"),
         ("plan --slo x", "bedplate plan has no option --slo", "--set ttft_ms=500"),
+        ("simulate m --users 5", "bedplate simulate has no option --users", "--set users=VALUE"),
         ("plan --sol x", "bedplate plan has no option --sol", "bedplate plan --help lists the options"),
         ("plan m --hardware H999", "unknown chip “H999”", "docs/chips.md lists the known chips"),
         ("--foo", "bedplate has no option --foo", "bedplate --help"),

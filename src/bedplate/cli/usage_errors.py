@@ -134,9 +134,13 @@ def _suggest_option(error: click.NoSuchOption, path: str) -> str:
         for param in (error.ctx.command.params if error.ctx is not None else ())
         for name in (*param.opts, *param.secondary_opts)
     ]
+    from bedplate.values.workload import Workload
+
     wanted = error.option_name.removeprefix("--")
     if wanted == "slo" and "--set" in known:
         return "latency targets are fields of the workload: --set ttft_ms=500 --set tpot_ms=50"
+    if (field := wanted.replace("-", "_")) in Workload.__struct_fields__ and "--set" in known:
+        return f"it is a field of the workload: --set {field}=VALUE"
     # Without the dashes, which all names have in common.
     near = [
         f"--{name}" for name in difflib.get_close_matches(wanted, [one[2:] for one in known if one.startswith("--")], 2)

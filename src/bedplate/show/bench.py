@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from bedplate.measure.bench import BenchListener
 from bedplate.measure.knee import MET, Knee, compute_met_share, find_knee
 from bedplate.measure.session_summary import summarize_sessions
 from bedplate.measure.summary import compute_spent, is_valid, summarize_cell
+from bedplate.show.columns import Column, SplitTable
 from bedplate.show.figures import TBD, format_figure_or_missing, format_slowest
 from bedplate.show.structured import write_lines as write_structured_lines
 from bedplate.values import Refusal, replace_fields
@@ -240,18 +240,25 @@ def _render_tail(run: Run) -> Text:
     return Text(f"\n run {run.id}   bedplate bench --resume {run.id} · --csv · --json", style="dim")
 
 
-def _make_table(rows: Sequence[Sequence[str]], price: Price | None = None) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-    columns = list_headings(price)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if _is_right_aligned(number, columns) else "left", no_wrap=True)
+def _make_table(rows: Sequence[Sequence[str]], price: Price | None = None) -> SplitTable:
+    """One table, or several with the engine and the load in each if the terminal is narrow."""
+    headings = list_headings(price)
+    lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
     for row in rows:
         same = last[:3] == tuple(row[:3])
-        shown = ("", "", "", *row[3:]) if same else tuple(row)
-        table.add_row(*(Text(value, style="dim" if value == TBD else "") for value in shown))
+        lines.append(("", "", "", *row[3:]) if same else tuple(row))
         last = tuple(row)
-    return table
+    columns = [
+        Column.from_cells(
+            name,
+            [Text(line[number], style="dim" if line[number] == TBD else "") for line in lines],
+            right=_is_right_aligned(number, headings),
+            belongs=name in ("p99", "±"),
+        )
+        for number, name in enumerate(headings)
+    ]
+    return SplitTable(columns[0], tuple(columns[1:]), repeated=("load",))
 
 
 class BenchView(BenchListener):

@@ -22,12 +22,21 @@ class Column:
     right: bool = False
     comfortable: int = 30
     """Width at which longer cells wrap, unless the terminal has space for more."""
+    belongs: bool = False
+    """Whether it means nothing without the column before it."""
 
     @classmethod
     def from_cells(
-        cls, name: str, cells: Sequence[str | Text], *, right: bool = False, comfortable: int = 30
+        cls,
+        name: str,
+        cells: Sequence[str | Text],
+        *,
+        right: bool = False,
+        comfortable: int = 30,
+        belongs: bool = False,
     ) -> Column:
-        return cls(name, tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells), right, comfortable)
+        texts = tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells)
+        return cls(name, texts, right, comfortable, belongs)
 
     @property
     def width(self) -> int:
@@ -41,6 +50,8 @@ class SplitTable:
 
     first: Column
     rest: tuple[Column, ...]
+    repeated: tuple[str, ...] = ()
+    """Names of further columns that each part begins with, if there are several."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for number, columns in enumerate(self.split(options.max_width)):
@@ -49,15 +60,29 @@ class SplitTable:
             yield _make_table((self.first, *columns))
 
     def split(self, width: int) -> Iterator[tuple[Column, ...]]:
-        part: list[Column] = []
-        left = width - GAP - self.first.width
+        if sum(column.width + GAP for column in (self.first, *self.rest)) <= width:
+            yield self.rest
+            return
+        keys = tuple(column for column in self.rest if column.name in self.repeated)
+        groups: list[list[Column]] = []
         for column in self.rest:
-            if part and column.width + GAP > left:
-                yield tuple(part)
-                part, left = [], width - GAP - self.first.width
-            part.append(column)
-            left -= column.width + GAP
-        yield tuple(part)
+            if column in keys:
+                continue
+            if column.belongs and groups:
+                groups[-1].append(column)
+            else:
+                groups.append([column])
+        space = width - sum(column.width + GAP for column in (self.first, *keys))
+        part: list[Column] = []
+        left = space
+        for group in groups:
+            needed = sum(column.width + GAP for column in group)
+            if part and needed > left:
+                yield (*keys, *part)
+                part, left = [], space
+            part += group
+            left -= needed
+        yield (*keys, *part)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -54,7 +55,11 @@ def render_map(
     """The page of `engines`."""
     names = Column.from_cells("engine", [Text(row.engine, style="bold") for row in rows])
     return Group(
-        Text.assemble(("\n This machine", "bold"), (f"  {describe_hardware(hardware)}", "dim")),
+        Padding(
+            Text.assemble(("This machine", "bold"), (f"  {describe_hardware(hardware)}", "dim")),
+            (1, 0, 0, 1),
+            expand=False,
+        ),
         SplitTable(
             names,
             (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from bedplate.show.columns import SourcedTable
 from bedplate.values import Hardware, Model
 from bedplate.values.model import Projector
 from bedplate.values.units import format_memory, format_size
@@ -30,14 +29,8 @@ PART_WORDS = {
 
 def render_model(model: Model, hardware: Hardware | None = None) -> RenderableType:
     """One page; the figures come from the files or the configuration unless a note names another source."""
-    table = Table.grid(padding=(0, 2, 0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(style="dim", no_wrap=True)
-
-    def add_fact(label: str, value: str, note: str = "") -> None:
-        # As Text, because names from files may contain brackets, which rich would read as markup.
-        table.add_row(label, Text(value), Text(note))
+    table = SourcedTable()
+    add_fact = table.add_row
 
     def add_facts(label: str, lines: list[tuple[str, str]]) -> None:
         for position, (value, note) in enumerate(lines):
@@ -229,6 +222,8 @@ def _describe_files(model: Model) -> str:
     if not model.files:
         return "not on this machine"
     first = Path(model.files[0])
+    if first.is_relative_to(Path.home()):
+        first = "~" / first.relative_to(Path.home())
     if len(model.files) == 1:
         return str(first)
     return f"{first} and {len(model.files) - 1} more files in the same folder"

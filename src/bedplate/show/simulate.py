@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.simulate.search import Told
 from bedplate.progress import Progress
-from bedplate.show.columns import SourcedTable
+from bedplate.show.columns import Column, SourcedTable, SplitTable
 from bedplate.show.decision import format_short
 from bedplate.show.figures import format_figure_or_missing
 from bedplate.values import Parallelism
@@ -193,21 +192,23 @@ def _format_times(times: LatencyDistribution) -> str:
     return f"p50 {format_short(times.p50)} · p95 {format_short(times.p95)} · p99 {format_short(times.p99)} ms"
 
 
-def _make_tried_table(tried: tuple[Outcome, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1), header_style="dim")
-    for name in ("tried", "cards", "requests", "on target", "noise", "tok/s", "TTFT p95", "TPOT p95", "cost per M"):
-        table.add_column(name, justify="left" if name == "tried" else "right")
-    for one in tried:
-        table.add_row(
-            Text(f"{describe_fleet(one)}{_describe_layout(one.parallelism)}"),
-            f"{one.cards:,}",
-            f"{one.requests:,}",
-            f"{one.on_target:.1%}" if one.on_target is not None else "",
-            f"± {one.on_target_noise:.1%}" if one.on_target_noise is not None else "",
-            format_short(one.output_tok_s),
-            format_short(one.ttft_ms.p95) if one.ttft_ms is not None else "",
-            format_short(one.tpot_ms.p95) if one.tpot_ms is not None else "",
-            format_figure_or_missing(one.cost_per_million_tokens),
-            style="" if one.meets else "dim",
-        )
-    return table
+def _make_tried_table(tried: tuple[Outcome, ...]) -> SplitTable:
+    styles = ["" if one.meets else "dim" for one in tried]
+    cells = {
+        "cards": [f"{one.cards:,}" for one in tried],
+        "requests": [f"{one.requests:,}" for one in tried],
+        "on target": [f"{one.on_target:.1%}" if one.on_target is not None else "" for one in tried],
+        "noise": [f"± {one.on_target_noise:.1%}" if one.on_target_noise is not None else "" for one in tried],
+        "tok/s": [format_short(one.output_tok_s) for one in tried],
+        "TTFT p95 ms": [format_short(one.ttft_ms.p95) if one.ttft_ms is not None else "" for one in tried],
+        "TPOT p95 ms": [format_short(one.tpot_ms.p95) if one.tpot_ms is not None else "" for one in tried],
+        "cost per M": [format_figure_or_missing(one.cost_per_million_tokens) for one in tried],
+    }
+    names = [f"{describe_fleet(one)}{_describe_layout(one.parallelism)}" for one in tried]
+    return SplitTable(
+        Column.from_cells("tried", list(map(Text, names, styles)), comfortable=60),
+        tuple(
+            Column.from_cells(name, list(map(Text, texts, styles)), right=True, belongs=name == "noise")
+            for name, texts in cells.items()
+        ),
+    )
