@@ -153,7 +153,7 @@ def test_a_record_of_another_version_is_rejected() -> None:
         from_json(Workload, '{"schema": "workload/99"}')
 
 
-class Open(Record):
+class Open(Record, frozen=True):
     value: Any
 
 
