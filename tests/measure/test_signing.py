@@ -26,6 +26,7 @@ from bedplate.measure.signing import (
     sign_result,
     verify_document,
 )
+from bedplate.measure.stored import find_cells
 from bedplate.values import Settings, from_json, replace_fields, to_json
 from bedplate.values.run import Run
 from bedplate.values.signed_result import SignedResult
@@ -174,14 +175,18 @@ def test_a_repeated_key_is_not_valid() -> None:
         assert not found.is_valid and "occurs twice" in (found.reason or "")
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"schema": "signed-result/1", "at": NaN}', "\ufeff{}"])
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("content", [DEEP, '{"a": ' + DEEP, '{"schema": "signed-result/1", "at": NaN}', "\ufeff{}"])
 def test_what_is_not_json_is_not_valid(content: str, tmp_path: Path) -> None:
     found = verify_document(content.encode(), "a.json")
     assert not found.is_valid and found.reason == "it is not JSON"
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(UsageError, match="is not JSON"):
-        read_result(path)
+    for read in (read_result, lambda path: find_cells(str(path))):
+        with pytest.raises(UsageError, match="is not JSON"):
+            read(path)
 
 
 @pytest.mark.parametrize("y", sorted(SMALL_ORDER))

@@ -189,7 +189,9 @@ class TestActions:
 
     def test_requests_that_are_not_actions_are_rejected(self, stub: EngineEnvironment, tmp_path: Path) -> None:
         async def then(host: Host, figures: LiveFigures) -> None:
-            for body in (b"", b"[]", b"{}", b'{"do": 1}', {"do": "load", "with": {"model": 7}}):
+            deep = b'{"do": "load", "with": {"model": ' + b"[" * 50_000 + b"]" * 50_000 + b"}}"
+            mistakes = (b"", b"[]", b"{}", b'{"do": 1}', b'{"do": "\xff"}', deep, {"do": "load", "with": {"model": 7}})
+            for body in mistakes:
                 status, answer = await post(host, body)
                 assert status == 400 and answer["error"]["code"] == "bad_body", body
             for name in ("stop", "say", "status", "shadow", "__class__"):

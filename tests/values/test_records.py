@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -149,6 +151,15 @@ def test_a_value_out_of_range_is_named() -> None:
 def test_a_record_of_another_version_is_rejected() -> None:
     with pytest.raises(UsageError):
         from_json(Workload, '{"schema": "workload/99"}')
+
+
+class Open(Record, frozen=True):
+    value: Any
+
+
+def test_a_record_that_is_nested_too_deeply_is_rejected() -> None:
+    with pytest.raises(UsageError, match="not a valid Open"):
+        from_json(Open, '{"value":' + "[" * 50_000 + "]" * 50_000 + "}")
 
 
 def test_concurrency_by_littles_law() -> None:

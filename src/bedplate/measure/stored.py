@@ -163,5 +163,5 @@ class _SchemaOnly(msgspec.Struct):
 def _read_schema(text: bytes) -> str | None:
     try:
         return msgspec.json.decode(text, type=_SchemaOnly).schema
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -11,6 +11,7 @@ import msgspec
 from bedplate.errors import BedplateError
 from bedplate.run.gateway.origins import is_loopback
 from bedplate.run.gateway.pages import PageRequest, PageResponse, respond_error, respond_json
+from bedplate.run.gateway.sse import UNREADABLE
 from bedplate.values.live import ActionReport
 from bedplate.values.migration import Migration
 from bedplate.values.record import Record
@@ -57,7 +58,7 @@ class PageActions:
             if operation is None:
                 return respond_error(400, f"{asked.do!r} is not one of {', '.join(self._operations)}", "unknown_action")
             arguments = msgspec.convert(asked.arguments, operation.asks)
-        except msgspec.DecodeError as error:  # also where the types are wrong
+        except UNREADABLE as error:  # also where the types are wrong
             return respond_error(400, f"the request body is not valid: {error}", "bad_body")
         model = getattr(arguments, "model", None)
         report = self.report = ActionReport(do=asked.do, model=model, state="running", text="running")

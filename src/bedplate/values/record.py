@@ -46,7 +46,7 @@ def from_json(kind: type[R], text: str | bytes, origin: str = "input") -> R:
     """Read a record from JSON. An error names the path of the field."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"{origin} is not a valid {kind.__name__} for this version of bedplate",
             cause=str(error),

@@ -235,7 +235,7 @@ def read_request_fields(body: bytes) -> RequestFields:
     """Raises one of `UNREADABLE` for a body that does not have the API's format."""
     if not body.isascii():
         body.decode()  # fields that are skipped are not decoded, and engines fail on invalid UTF-8
-    if body.count(b"[") + body.count(b"{") > MOST_LEVELS:
+    if len(body) > MOST_LEVELS and body.count(b"[") + body.count(b"{") > MOST_LEVELS:
         _check_levels(body)
     return _decode_asked(body)
 
