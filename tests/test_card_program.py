@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -140,6 +141,21 @@ def test_the_next_steps_are_optional_ones_that_exist(program: ModuleType) -> Non
     chosen = program.chosen_steps("next")
     assert [step.name for step in chosen] == list(program.NEXT)
     assert sum(step.expected_s for step in chosen) < 30 * 60
+
+
+def test_steps_are_expected_to_take_as_long_as_they_did(program: ModuleType) -> None:
+    """A step is begun only if its expected time is left: one that is expected too short is cut short."""
+    took: dict[str, float] = {}
+    for archive in sorted((PROGRAM.parent / "results").glob("*.tar.xz")):
+        with tarfile.open(archive) as tar:
+            state = tar.extractfile(f"{archive.name.removesuffix('.tar.xz')}/state.json")
+            assert state is not None
+            for name, one in json.loads(state.read()).items():
+                if one["state"] == "done":
+                    took[name] = max(took.get(name, 0.0), one["seconds"])
+    expected = {step.name: step.expected_s for step in program.STEPS}
+    assert len(took) > 15
+    assert {name: seconds for name, seconds in took.items() if expected[name] < seconds} == {}
 
 
 def test_models_are_made_with_functions_that_the_converter_has() -> None:

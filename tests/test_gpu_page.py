@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import re
@@ -53,19 +54,69 @@ def read_numbers(text: str) -> list[float]:
     return [float(word.replace(",", "")) for word in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
+def read_ready_s(archive: str, start: str) -> int:
+    return round(float(read_json(archive, f"{start}.start.json")["ready_s"]))
+
+
 def test_start_times() -> None:
-    cold, warm = (read_json(SECOND, f"vllm-serve/{name}.start.json")["ready_s"] for name in ("cold", "warm"))
-    before = read_json(FIRST, "vllm-serve/cold.start.json")["ready_s"]
-    assert read_numbers(find_row("first start of the built-in model to ready")[0]) == [round(cold), round(before)]
-    (told,) = read_numbers(find_row("second start to ready, with a compile cache that is found")[0])
-    assert told == round(warm)
+    vllm, sglang, llama = find_row("first start of the built-in model to ready")
+    assert read_numbers(vllm) == [read_ready_s(SECOND, "vllm-serve/cold"), read_ready_s(FIRST, "vllm-serve/cold")]
+    assert read_numbers(sglang) == [read_ready_s(FIFTH, "sglang-serve/cold"), read_ready_s(FIRST, "sglang-serve/cold")]
+    ready = [read_json(archive, "llama.cpp/service.start.json")["ready_s"] for archive in (FIFTH, SIXTH)]
+    assert read_numbers(llama) == [round(one, 1) for one in ready]
+    told = read_numbers(" ".join(find_row("second start to ready, A")))
+    assert told == [read_ready_s(FIRST, "vllm-serve/warm"), read_ready_s(FIRST, "sglang-serve/warm")]
+    (told_s,) = read_numbers(find_row("second start to ready, with a compile cache that is found")[0])
+    assert told_s == read_ready_s(SECOND, "vllm-serve/warm")
     with_bytecode = [read_files(SECOND)[f"warm-with-bytecode/{name}.txt"] for name in ("second", "first")]
     found = [float(re.findall(r"starting vLLM: ([\d.]+) s", text)[-1]) for text in with_bytecode]
-    assert read_numbers(find_row("the same, with bytecode of PyTorch too")[0]) == [round(one) for one in found]
-    assert cold / found[0] >= 3
-    cold, warm = (read_json(FIFTH, f"sglang-serve/{name}.start.json")["ready_s"] for name in ("cold", "warm"))
-    assert read_numbers(find_row("the same, with bytecode of PyTorch too")[1]) == [round(warm), round(cold)]
-    assert cold / warm >= 3
+    vllm, sglang, _ = find_row("the same, with bytecode of PyTorch too")
+    assert read_numbers(vllm) == [round(one) for one in found]
+    assert read_numbers(sglang) == [read_ready_s(FIFTH, "sglang-serve/warm")]
+    cold, warm = read_ready_s(SECOND, "vllm-serve/cold"), round(found[0])
+    assert cold / warm >= 3 and f"{cold / warm:.1f} times as fast. SGLang" in " ".join(PAGE.split())
+    cold, warm = read_ready_s(FIFTH, "sglang-serve/cold"), read_ready_s(FIFTH, "sglang-serve/warm")
+    assert cold / warm >= 3 and f"{cold / warm:.1f} times as fast. Three changes" in " ".join(PAGE.split())
+
+
+def test_installation_and_build_times() -> None:
+    for engine, told in zip(
+        ("vllm", "sglang"), find_row("`install.py`: check, unpack, compile bytecode, import")[:2], strict=True
+    ):
+        logs = [read_files(archive)[f"build/install-{engine}.log"] for archive in (SIXTH, SEVENTH)]
+        # Seconds since 1970 before and after.
+        stamps = [list(map(int, re.findall(r"^\d{10}$", log, re.MULTILINE))) for log in logs]
+        assert read_numbers(told) == [end - begin for begin, end in stamps]
+    built = [read_files(archive)["build/log.txt"] for archive in (FIFTH, SIXTH, SEVENTH)]
+    found = [re.search(r"for cuda: built in (\d+) min (\d+) s with 16 jobs", log) for log in built]
+    assert read_numbers(find_row("build on 16 cores")[2]) == [60 * int(one[1]) + int(one[2]) for one in found if one]
+    logs = [read_files(SECOND)["vllm-serve/log.txt"], read_files(FIFTH)["sglang-serve/log.txt"]]
+    seconds = [read_numbers(cell)[0] for cell in find_row("of this, dequantizing the GGUF to a folder")[:2]]
+    assert seconds == [
+        round(float(re.findall(r"✓ converting .* folder of 16-bit weights: ([\d.]+) s", log)[0])) for log in logs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("archive", "step"),
+    [(FIRST, "vllm-serve"), (SECOND, "vllm-serve"), (FIRST, "sglang-serve"), (FIFTH, "sglang-serve")],
+)
+def test_first_answers(archive: str, step: str) -> None:
+    """They are asked for between the line that says ready and the next command, whose times are rounded to seconds."""
+    for note in ("cold", "warm"):
+        assert read_json(archive, f"{step}/{note}.answer.json")["answer"] == "The capital of France is Paris."
+    log = read_files(archive)[f"{step}/log.txt"]
+    waits = re.findall(r"\+(\d+)s: \w+ is ready after .*\n.*\+(\d+)s: \$ .* status", log)
+    assert len(waits) == 2 and all(int(after) - int(before) <= 1 for before, after in waits)
+    assert find_row("first answer after ready")[:2] == ["less than 2 s"] * 2
+
+
+@pytest.mark.parametrize(("place", "note"), [(4, "cold"), (5, "warm")])
+def test_phases_of_sglang(place: int, note: str) -> None:
+    (engine,) = read_json(FIFTH, f"sglang-serve/{note}.status.json")["models"][0]["engines"]
+    took = {one["phase"]: round(one["seconds"]) for one in engine["phases"]}
+    told = {phase: find_row(f"`{phase}`")[place] for phase in ("start", "load", "compile", "capture", "warm-up")}
+    assert told == {phase: f"{took[phase]} s" if phase in took else "–" for phase in told}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +151,10 @@ def test_speed(engine: str, archive: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "archive", "name", "levels"),
     [
+        ("vLLM", FIRST, "vllm-8b", (1, 16, 64, 256)),
+        ("SGLang", FIRST, "sglang-8b", (1, 16, 64, 256)),
+        ("vLLM, experts", THIRD, "moe-vllm", (1, 16, 64, 256)),
+        ("SGLang, experts", FOURTH, "moe-sglang", (1, 16, 64, 256)),
         ("vLLM, latent attention", FIFTH, "mla", (1, 16, 64, 256)),
         ("vLLM, 32 B", FOURTH, "dense-32b", (1, 16, 64, 256)),
         ("llama.cpp, Q4_K", SIXTH, "llama.cpp", (1, 16, 64, 256)),
@@ -114,20 +169,26 @@ def test_predictions_are_those_of_the_plans(engine: str, archive: str, name: str
     for place, level in enumerate(levels):
         told = [cell.strip() for cell in lines[place].strip("|").split("|")]
         estimate = read_json(archive, f"{name}/plan-{level}.json")["estimate"]
-        for cell, metric, digits in ((3, "output_tok_s", 0), (5, "tpot_ms", 1), (7, "ttft_ms", 0)):
-            assert read_numbers(told[cell]) == [
-                round(estimate[metric][one], digits) for one in ("value", "low", "high")
-            ]
+        for cell, metric in ((3, "output_tok_s"), (5, "tpot_ms"), (7, "ttft_ms")):
+            shown = re.findall(r"\d[\d,]*(?:\.\d+)?", told[cell])
+            figures = [estimate[metric][one] for one in ("value", "low", "high")]
+            expected = [f"{one:,.{len(text.partition('.')[2])}f}" for one, text in zip(figures, shown, strict=True)]
+            assert shown == expected
 
 
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("card_predict", ROOT / "benchmarks" / "card" / "predict.py")
+def load_program(folder: str, name: str) -> ModuleType:
+    path = ROOT / "benchmarks" / folder / name
+    spec = importlib.util.spec_from_file_location(f"{folder}_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    return load_program("card", "predict.py")
 
 
 @pytest.fixture(scope="module")
@@ -163,39 +224,17 @@ def test_throughput_of_llama_cpp_with_many_requests(predicted: list[Any]) -> Non
 
 
 GIB = 2**30
-LOGGED = {
-    "vLLM": (r"Model loading took ([\d.]+) GiB", r"KV cache memory: ([\d.]+) GiB", r"KV cache size: ([\d,]+) tokens"),
-    "SGLang": (r"Load weight end.* mem usage=([\d.]+) GB", r"[KV] size: ([\d.]+) GB", r"#tokens: (\d+),"),
-}
-CAPTURED = {"vLLM": r"Graph capturing finished .* took ([\d.]+) GiB", "SGLang": r"CUDA graph end.* usage=([\d.]+) GB"}
-LOADED = re.compile(r"Model loading took|Load weight end")
-STAMP = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d")
 
 
-def read_start(archive: str, name: str, engine: str) -> list[str]:
-    """The lines of the engine's last start in this step."""
-    logs = [
-        text for path, text in read_files(archive).items() if re.match(rf"{name}/\w+-logs/.*{engine.lower()}", path)
-    ]
-    (log,) = logs
-    lines = log.splitlines()
-    begins = max(place for place, line in enumerate(lines) if line.startswith("# ") and " serve " in line)
-    return lines[begins + 1 :]
+@pytest.fixture(scope="module")
+def memory() -> ModuleType:
+    return load_program("memory", "h200.py")
 
 
-def find_figures(pattern: str, lines: list[str]) -> list[float]:
-    return [float(figure.replace(",", "")) for line in lines for figure in re.findall(pattern, line)]
-
-
-def read_peaks(archive: str, start: list[str], engine: str) -> tuple[float, float]:
-    """GiB of the GPU that were used at most while weights were loaded, and after CUDA graphs were captured."""
-    stamped = [(stamp[0], line) for line in start if (stamp := STAMP.search(line)) is not None]
-    (loaded,) = [stamp for stamp, line in stamped if LOADED.search(line)]
-    captured = [stamp for stamp, line in stamped if re.search(CAPTURED[engine], line)][-1]
-    samples = [line.split(", ") for line in read_files(archive)["gpu.csv"].splitlines()]
-    used = [(at[5:19].replace("/", "-"), int(mib) / 1024) for at, mib, *_ in samples]
-    loading = max(gib for at, gib in used if stamped[0][0] <= at <= loaded)
-    return loading, max(gib for at, gib in used if captured <= at <= stamped[-1][0])
+def test_memory_rows_are_those_of_the_logs(memory: ModuleType) -> None:
+    expected = [list(memory.StartMemory._fields), *([str(value) for value in row] for row in memory.read_starts())]
+    with memory.ROWS.open(newline="") as file:
+        assert list(csv.reader(file)) == expected, "run benchmarks/memory/h200.py"
 
 
 @pytest.mark.parametrize(
@@ -211,47 +250,108 @@ def read_peaks(archive: str, start: list[str], engine: str) -> tuple[float, floa
         ("SGLang, experts, BF16 (G)", SEVENTH, "moe-sglang"),
     ],
 )
-def test_memory(row: str, archive: str, name: str) -> None:
-    engine = row.partition(",")[0]
-    start = read_start(archive, name, engine)
-    weights, cache, tokens = (find_figures(pattern, start) for pattern in LOGGED[engine])
-    graphs = find_figures(CAPTURED[engine], start)
-    loading, serving = read_peaks(archive, start, engine)
+def test_memory(program: ModuleType, memory: ModuleType, row: str, archive: str, name: str) -> None:
+    (run,) = [file for (of, file), label in program.MEMORY.items() if of == archive and label == row]
+    predicted = program.predict_memory(from_json(Run, read_files(archive)[run].encode()))
+    start = memory.read_start(read_files(archive), archive, name, run.partition("/")[2])
     device = read_json(archive, f"{name}/plan-256.json")["memory"]["devices"][0]
     rest = [device["activation_bytes"][one] + device["overhead_bytes"][one] for one in ("value", "low", "high")]
-    told = find_row(row)
-    assert [read_numbers(cell) for cell in told] == [
-        [weights[0]],
+    graphs = (predicted.graph_bytes.value, predicted.graph_bytes.low, predicted.graph_bytes.high)
+    assert [read_numbers(cell) for cell in find_row(row)] == [
+        [start.weights_gib],
         [round(device["weights_bytes"] / GIB, 2)],
-        [round(sum(cache) * GIB / tokens[0])],
+        [round(start.cache_gib * GIB / start.cache_tokens)],
         [device["kv_bytes"] / 256 / 640],
-        [round(serving - weights[0] - sum(cache), 1)],
+        [round(start.rest_gib, 1)],
         [round(one / GIB, 1) for one in rest],
-        [round(sum(graphs), 2)],
-        [round(loading, 1)],
+        [start.graphs_gib],
+        [round(one / GIB, 2) for one in graphs],
+        [round(start.loading_gib, 1)],
+        [round((predicted.loading_bytes or 0) / GIB, 1)],
     ]
-    assert rest[1] / GIB < serving - weights[0] - sum(cache) < rest[2] / GIB, "inside the predicted range"
+    assert graphs[1] / GIB < start.graphs_gib < graphs[2] / GIB, "inside the predicted range"
+    if row != "vLLM, experts, FP8 (C)":
+        assert start.loading_gib == pytest.approx((predicted.loading_bytes or 0) / GIB, rel=0.08)
+    assert rest[1] / GIB < start.rest_gib < rest[2] / GIB, "inside the predicted range"
 
 
-@pytest.mark.parametrize(
-    ("row", "archive", "name"),
-    [
-        ("llama.cpp, 8 B, Q4_K (F)", SIXTH, "llama.cpp"),
-        ("llama.cpp, experts, Q4_K (G)", SEVENTH, "moe-llama.cpp"),
-    ],
-)
-def test_memory_of_llama_cpp(row: str, archive: str, name: str) -> None:
-    run = from_json(Run, read_files(archive)[f"{name}/run.json"].encode())
-    settings, measured = run.cells[0].subject.settings, make_rows(run)[-1].peak_mem_gb
-    assert settings is not None and (settings.slots, settings.context_tokens) == (256, 1024) and measured is not None
-    plan = read_json(archive, f"{name}/plan-256.json")
-    (device,) = plan["memory"]["devices"]
-    cache = device["kv_bytes"] * 1024 / plan["settings"]["context_tokens"]
-    rest = device["activation_bytes"]["value"] + device["overhead_bytes"]["value"]
-    parts = [device["weights_bytes"], cache, rest]
-    told = [float(cell) for cell in find_row(row)]
-    assert told == [round(one / 1e9, 1) for one in (measured * 1e9, sum(parts), *parts)]
-    assert sum(parts) == pytest.approx(measured * 1e9, rel=0.05)
+def test_memory_of_engines_without_parts_in_their_logs(program: ModuleType) -> None:
+    _, _, *rows = program.list_total_memory_rows()
+    for row in rows:
+        assert f"\n{row}\n" in PAGE, f"run benchmarks/card/predict.py --page: {row}"
+        measured, predicted = read_numbers(row.rpartition(")")[2])[:2]
+        assert predicted == pytest.approx(measured, rel=0.05)
+    assert len(rows) == 4
+
+
+def test_the_plan_beside_another_process_keeps_layers_on_the_host() -> None:
+    plans = [read_json(FIFTH, f"offload/plan-{level}.json") for level in (1, 4)]
+    run = from_json(Run, read_files(FIFTH)["offload/run.json"].encode())
+    settings, layers = run.cells[0].subject.settings, run.models[0].num_layers
+    assert settings is not None and settings.gpu_layers is not None
+    fewest, most = (plan["memory"]["offload"]["host_layers"] for plan in plans)
+    words = f"keep {fewest} to {most} of the {layers} layers on the host, the run with four slots of 1,024 tokens"
+    assert f"{words} {layers - settings.gpu_layers}." in " ".join(PAGE.split())
+
+
+def list_flags(archive: str, step: str, kind: str) -> list[list[float]]:
+    """The numbers in the texts of these flags."""
+    cells = from_json(Run, read_files(archive)[f"{step}/run.json"].encode()).cells
+    return [read_numbers(flag.text) for cell in cells for flag in cell.flags if flag.kind == kind]
+
+
+def test_cells_of_a_throttled_gpu_are_flagged() -> None:
+    steps = ((FIRST, "vllm-8b"), (FIRST, "sglang-8b"), (SEVENTH, "sglang-8b"))
+    vllm, sglang, later = ([clock for (clock,) in list_flags(*step, "throttled")] for step in steps)
+    words = " ".join(PAGE.split())
+    assert set(vllm) == {71} and sglang == [77, 58]
+    assert "its clocks fell to 71 % (vLLM), 77 % and 58 % (SGLang); the runs are flagged" in words
+    every = [*vllm, *sglang, *later]
+    assert f"the clocks fell to between {min(every):.0f} and {max(every):.0f} % (A, G)" in words
+
+
+def test_failed_requests_of_llama_cpp_are_flagged() -> None:
+    ((failed, of),) = list_flags(SIXTH, "llama.cpp", "errors")
+    ((later, of_later),) = list_flags(SEVENTH, "moe-llama.cpp", "errors")
+    told = f"{failed:.0f} of {of:.0f} requests (F) and {later:.0f} of {of_later:.0f} (G) exceeded the time limit"
+    assert told in " ".join(PAGE.split())
+
+
+def test_pytorch_with_one_request() -> None:
+    told = []
+    for archive in (SIXTH, SEVENTH):
+        (row,) = make_rows(from_json(Run, read_files(archive)["pytorch-8b/run.json"].encode()))
+        assert row.tok_per_s is not None and row.tpot_ms is not None and row.ttft_ms is not None
+        told.append([round(row.tok_per_s, 1), round(row.tpot_ms, 1), round(row.ttft_ms, 1)])
+    one, other = told
+    words = " ".join(PAGE.split())
+    assert f"{one[0]} tok/s, TPOT {one[1]} ms and TTFT {one[2]} ms from five requests (F, `pytorch-8b`)" in words
+    assert f"{other[0]} tok/s, {other[1]} ms and {other[2]} ms from seven (G)" in words
+
+
+def test_tuning_of_vllm_proved_neither_side_faster() -> None:
+    tuned = read_json(SECOND, "tune/tune.json")
+    sides = {side["name"]: [round(one["output_tok_s"]) for one in side["taken"]] for side in tuned["sides"]}
+    told = re.search(r"\(plan ([\d,]+) to ([\d,]+) tok/s, defaults ([\d,]+) to ([\d,]+)\)", " ".join(PAGE.split()))
+    plan, defaults = sides["plan"], next(speeds for name, speeds in sides.items() if "default" in name)
+    assert told is not None and read_numbers(" ".join(told.groups())) == [
+        min(plan),
+        max(plan),
+        min(defaults),
+        max(defaults),
+    ]
+    assert all(proof["answer"] != "migrate" for proof in tuned["proofs"])
+    took = round(read_json(SECOND, "state.json")["tune"]["seconds"])
+    assert f"It ended after {took // 60} min {took % 60} s" in " ".join(PAGE.split())
+
+
+def test_sessions_of_agents() -> None:
+    run = from_json(Run, read_files(SIXTH)["agent/run.json"].encode())
+    rows = {row.engine: row for row in make_rows(run)}
+    told = find_row("32 agent sessions")
+    ttft = [round(row.ttft_ms or 0) for row in (rows["vllm"], rows["sglang"])]
+    tpot = [round(row.tpot_ms or 0, 1) for row in (rows["vllm"], rows["sglang"])]
+    assert read_numbers(told[3]) == ttft and read_numbers(told[4]) == tpot
 
 
 def test_tuning_of_sglang_kept_the_plan() -> None:
@@ -271,6 +371,7 @@ def test_migrations_lost_no_answer() -> None:
     assert read_numbers(" ".join(find_row("vLLM to SGLang"))) == [round(there["seconds"]), there["answers_meanwhile"]]
     assert read_numbers(" ".join(find_row("SGLang to vLLM"))) == [round(back["seconds"]), back["answers_meanwhile"]]
     assert f"All {streams['whole']:,} answers were complete" in PAGE
+    assert f"The longest took {streams['longest_s']:.1f} s." in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("words", ["512 + 128 tokens, unique prompts", "2,048 + 128 tokens, the first 1,792 shared"])
@@ -356,6 +457,32 @@ def test_options_beside_the_plan(row: str, side: str) -> None:
     (name,) = [one for one in names if one == f"options/{side}.json" or one.startswith(f"options/{side}.method")]
     cells = from_json(Run, read_files(FOURTH)[name].encode()).cells
     assert read_numbers(" ".join(find_row(row))) == [round(compute_speed(cell)) for cell in cells]
+
+
+def format_interval(gains: list[float]) -> str:
+    low, value, high = (f"{abs(gain - 1) * 100:.1f}" for gain in gains)
+    return f"{value} % ({min(low, high, key=float)} % to {max(low, high, key=float)} %)"
+
+
+def test_gains_of_options() -> None:
+    verdicts, words = read_verdicts("options"), " ".join(PAGE.split())
+    costs = verdicts["vllm:--kv-cache-dtype=fp8", "1:512/128"]["output_tok_s"]
+    assert f"and costs {format_interval(costs)} at one request" in words
+    low, value, high = verdicts["vllm:--no-enable-prefix-caching", "64:2048/128/1792"]["output_tok_s"]
+    assert f"{1 / value:.1f} times as fast ({1 / high:.1f} to {1 / low:.1f})" in words
+
+
+def test_windows_of_one_cell_differ() -> None:
+    found: dict[str, list[list[float]]] = {}
+    for archive, step in ((FOURTH, "moe-sglang"), (SEVENTH, "moe-sglang"), (SEVENTH, "sglang-8b")):
+        cells = from_json(Run, read_files(archive)[f"{step}/run.json"].encode()).cells
+        found.setdefault(archive, []).extend(
+            [(one.delivered_tokens or 0.0) / one.seconds for one in cell.repeats] for cell in cells
+        )
+    first, second = found[FOURTH][2]
+    assert f"at 64 requests gave {first:,.0f} and {second:,.0f} tok/s" in PAGE
+    most = max(max(speeds) / min(speeds) for speeds in found[SEVENTH])
+    assert f"one of two windows of 6 s has up to {most:.2f} times the throughput" in " ".join(PAGE.split())
 
 
 def test_busy_gpu_is_refused_and_flagged() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 from typing import cast
 
 import pytest
@@ -16,7 +17,7 @@ from bedplate.cli.terminal import SafeConsole
 from bedplate.decide.questions import Offer, list_purchasable, procure
 from bedplate.run.models import find_known_model
 from bedplate.show.columns import Column, FittingTable
-from bedplate.show.procure import list_worthwhile
+from bedplate.show.procure import list_worthwhile, render_offers
 from bedplate.show.serving import render_ready
 from bedplate.values import Endpoint, Workload
 from bedplate.values.intent import Operations
@@ -83,6 +84,41 @@ def test_the_launch_command_of_a_plan_can_be_pasted(engine: str) -> None:
     assert words == [*(f"{name}={value}" for name, value in launch["env"].items()), *launch["argv"]]
 
 
+def test_no_word_of_a_launch_command_is_cut_off() -> None:
+    """The chat template of the built-in model is longer than any terminal is wide."""
+    shown = invoke("plan").out.partition(" Launch\n")[2]
+    template = json.loads(invoke("plan", "--json").out)["launch"]["argv"][-1]
+    assert len(template) > 1_000
+    bash = ["bash", "-c", f"printf '%s\\n' {shown.partition('--chat-template ')[2]}"]
+    assert subprocess.run(bash, capture_output=True, text=True, check=True).stdout == f"{template}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("llama3.1:8b", "--hardware", "RTX 3060 12GB", "--engine", "llama.cpp"),
+        ("Qwen/Qwen3-30B-A3B", "--hardware", "2x RTX 4090", "--engine", "llama.cpp"),
+        ("gpt-oss:20b", "--hardware", "8 H100 SXM", "--users", "200", "--engine", "vllm"),
+    ],
+)
+def test_commands_of_a_plan_can_be_pasted_from_80_columns(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and launch: nothing is cut off, and lines end with a backslash between words."""
+    decision = json.loads(invoke("plan", *arguments, "--json").out)
+    launch = (decision.get("node_launches") or [decision["launch"]])[0]
+    monkeypatch.setattr(terminal, "PIPE_WIDTH", 80)
+    page = invoke("plan", *arguments).out
+    prepare, _, last = page.partition(" Prepare\n")[2].partition(" Launch")
+    lines = last.partition("\n")[2].partition("\n On node")[0]
+    words = shlex.split(lines.replace("\\\n", " "))
+    assert words == [*(f"{name}={value}" for name, value in launch["env"].items()), *launch["argv"]]
+    commands = re.findall(r"^    \S(?:.*\\\n)*.*$", prepare, re.MULTILINE)
+    expected = [step["argv"] for step in decision["launch"]["prepare"] if step["argv"]]
+    assert [shlex.split(one.replace("\\\n", " ")) for one in commands] == expected and expected
+    assert max(len(line) for one in commands for line in one.splitlines()) <= 80
+
+
 def test_procurement_leaves_out_what_another_chip_beats() -> None:
     model = find_known_model("meta-llama/Llama-3.1-8B-Instruct")
     of_vendor = {name: [chip for chip in list_purchasable() if chip.vendor == name] for name in ("nvidia", "apple")}
@@ -106,12 +142,51 @@ def is_as_good(one: Offer, other: Offer) -> bool:
     return one.count <= other.count and (one.watts or 0) <= (other.watts or 0) and speeds[0] >= speeds[1]
 
 
+def test_procurement_names_every_chip_and_engine_at_80_columns() -> None:
+    model = find_known_model("meta-llama/Llama-3.1-70B-Instruct")
+    chips = [chip for chip in list_purchasable() if chip.name in ("NVIDIA RTX PRO 4500 Blackwell", "NVIDIA A30")]
+    offers = tuple(one for _, one in procure(model, Workload(), Operations(), chips) if one is not None)
+    assert len(offers) == 2
+    shown = render(render_offers(model, Workload(), offers, 189), 80)
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    words = set(shown.split())
+    for offer in offers:
+        assert offer.decision.engine in words and {*offer.accelerator.split()} <= words
+
+
+def test_procurement_for_many_people_leaves_out_laptops_and_chips_that_miss_the_targets_of_a_chat() -> None:
+    model = find_known_model("meta-llama/Llama-3.1-8B-Instruct")
+    names = ("NVIDIA GeForce RTX 5080 Laptop", "NVIDIA L4", "NVIDIA Jetson Orin Nano 8GB", "NVIDIA H100 SXM 80GB")
+    chips = [chip for chip in list_purchasable() if chip.name in names]
+    assert len(chips) == len(names)
+    for users in (1, 100):
+        workload = Workload(users=users)
+        offers = tuple(one for _, one in procure(model, workload, Operations(), chips) if one is not None)
+        shown = render(render_offers(model, workload, offers, len(chips)), 120)
+        assert "TTFT at most 2,000 ms and TPOT at most 100 ms (assumed)" in " ".join(shown.split())
+        assert ("RTX 5080 Laptop" in shown) == (users == 1)
+        assert ("left out: 1 laptops, as there are several users" in shown) == (users > 1)
+        for offer in offers:
+            expected = offer.decision.estimate
+            assert expected.ttft_ms is not None and expected.ttft_ms.value <= 2200
+            assert expected.tpot_ms is not None and expected.tpot_ms.value <= 110
+
+
 @pytest.mark.parametrize(
-    "words", [("models", "--search", "qwen3", "--limit", "4"), ("inspect", "llama3.1:8b"), ("plan", "qwen3:8b")]
+    "words",
+    [
+        ("models", "--search", "qwen3", "--limit", "4"),
+        ("inspect", "llama3.1:8b"),
+        ("plan", "qwen3:8b"),
+        ("plan", "llama3.1:8b", "--engine", "llama.cpp"),
+        ("plan", "gpt-oss:20b", "--alternatives"),
+        ("simulate", "llama3.1:8b", "--users", "20"),
+        ("engines",),
+    ],
 )
 def test_no_word_breaks_at_80_columns(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of models may break after a hyphen."""
-    machine = () if words[0] == "inspect" else ("--hardware", "RTX 4090")
+    machine = () if words[0] in ("inspect", "engines") else ("--hardware", "RTX 4090")
     shown = {}
     for width in (80, 2000):
         monkeypatch.setattr(terminal, "PIPE_WIDTH", width)

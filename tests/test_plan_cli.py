@@ -196,7 +196,7 @@ class TestProcure:
     )
     def test_cost_and_energy_columns_need_their_prices(self, said: tuple[str, ...], columns: list[str]) -> None:
         asked = ("plan", "Qwen/Qwen3-8B", "--procure", *said)
-        head = next(line for line in invoke(*asked).out.splitlines() if line.startswith("cards"))
+        head = next(line for line in invoke(*asked).out.splitlines() if line.startswith(" cards"))
         assert [name for name in ("cost per M", "kWh per M") if name in head] == columns
 
     def test_no_suitable_machine_exits_with_1(self) -> None:

@@ -16,8 +16,10 @@ from tests.contract.documents import check_document
 
 from bedplate import store
 from bedplate.facts.hardware import probe
+from bedplate.measure.results import ResultFile
+from bedplate.show.results_page import FolderContent, make_results_page
 from bedplate.values import from_json, replace_fields, to_json
-from bedplate.values.run import Run
+from bedplate.values.run import Load, Run
 
 CAPTURES = Path(__file__).parent / "captures" / "runs"
 RUN_ID = "20261116-064003-7056"
@@ -197,6 +199,21 @@ def test_a_copy_of_a_result_is_not_ranked_again(folder: Path) -> None:
     rows = [line.strip("| ").split(" | ") for line in done.out.splitlines() if line.endswith("z.json |")]
     assert len(rows) == 4 and all(not row[0].isdigit() and "a copy of that in signed.json" in row[-2] for row in rows)
     assert "4 verified and clean ones are ranked" in done.out
+
+
+def test_only_the_same_load_is_ranked_together(home: Path) -> None:
+    """Prompts that share a prefix, bursts of another size and another trace are other loads."""
+    run = store.find_run(RUN_ID)
+    replay = Load(arrivals="replay", requests_per_s=2.0, trace="a.csv 12")
+    burst = Load(arrivals="burst", requests_per_s=2.0, burst=4)
+    loads = (
+        Load(concurrency=4), Load(concurrency=4, shared_prefix_tokens=400), burst, replace_fields(burst, burst=8),
+        replay, replace_fields(replay, trace="b.csv 34"),
+    )  # fmt: skip
+    cells = tuple(replace_fields(run.cells[2], id=str(number), load=load) for number, load in enumerate(loads))
+    content = FolderContent((ResultFile("one.json", replace_fields(run, cells=cells), is_verified=True),))
+    groups = {row.group for row in make_results_page(content, "results").rows}
+    assert len(groups) == len(loads) and any("512 + 128, 400 shared" in load for _, _, load in groups)
 
 
 def test_the_page_is_one_file_that_loads_nothing(folder: Path, tmp_path: Path) -> None:

@@ -16,13 +16,16 @@ import pytest
 from tests.commands import invoke
 from tests.contract.documents import check_document
 from tests.decide.test_tuned import make_tuning
+from tests.judge.made_cells import Noise, make_pair
 from tests.runs import make_cell, make_run
 
 from bedplate import store
 from bedplate.facts.hardware import probe
 from bedplate.facts.hypothetical import make_simulated_hardware
+from bedplate.facts.scenarios import get_scenario
 from bedplate.judge.compare import compare
 from bedplate.measure.flags import flag_cell
+from bedplate.measure.questions import parse_loads
 from bedplate.measure.stored_runs import find_stored_run, list_stored_runs
 from bedplate.measure.summary import make_result
 from bedplate.run.environments import EngineEnvironment
@@ -208,6 +211,22 @@ def test_list_shows_what_is_clean_and_what_changes_plans(home: Path) -> None:
     assert f"shifts plans by {factor:.2f}" in page and rows[run.id]["clean"] == rows[run.id]["cells"] == 4
     assert rows[run.id]["engines"] == [f"llama.cpp@{run.cells[0].subject.engine_version}"]
     assert invoke("runs", "--json").out == invoke("runs", "list", "--json").out
+
+
+def test_a_verdict_on_a_scenario_is_listed_as_an_effect(home: Path) -> None:
+    load = parse_loads(concurrency="16", scenario=get_scenario("chat"))[0]
+    sides = [
+        [
+            replace_fields(one, load=load, machine=HERE, run="chat", subject=replace_fields(one.subject, engine=engine))
+            for one in side
+        ]
+        for engine, side in zip(("llama.cpp", "vllm"), make_pair(Noise(3, 0.02, 0.004, 0.004), 1.5), strict=True)
+    ]  # fmt: skip
+    keep(replace_fields(read_run("two-cores-arm-llama"), id="chat", cells=(*sides[0], *sides[1])))
+    assert [one.effects for one in list_stored_runs(MACHINE)] == [()]
+    store.add_verdict(compare(*sides), "2026-11-16T10:00:00Z")
+    ((effect,),) = [one.effects for one in list_stored_runs(MACHINE)]
+    assert effect.kind == "engine" and "choose vLLM instead of llama.cpp under the measured load" in effect.text
 
 
 def test_show_lists_flags_in_words_and_effects(home: Path) -> None:

@@ -396,7 +396,8 @@ def side_by_side(
         try:
             step.command(
                 [sys.executable, str(HERE / "side_by_side.py"), step.model(shape), "--sides", ",".join(named), *words,
-                 "--out", str(step.folder)]
+                 "--out", str(step.folder)],
+                limit_s=900,
             )  # fmt: skip
         finally:
             if not step.given.dry_run:
@@ -687,6 +688,21 @@ def list_build_options(step: Taking) -> list[str]:
     return [] if step.tiny else ["--build", "native"]
 
 
+LEFT_FOR_EXPERTS = 13 << 30
+"""Enough for the mixture of experts in 8 bits with its cache, and less than its 16-bit weights."""
+
+
+def take_experts_in_little_memory(step: Taking) -> None:
+    """vLLM quantizes experts while it loads them, where the free memory does not hold all of their 16-bit weights."""
+    engine, model = step.engine("vllm"), step.model("moe")
+    words = (model, "--users", "1", "--context", "2048")
+    with step.held_memory(f"free - {LEFT_FOR_EXPERTS}"):
+        step.bedplate("plan", *words, "--engine", engine, "--json", to="plan.json", needed=False)
+        with step.service(engine, "experts", *words, check=False) as endpoint:
+            if not step.given.dry_run:
+                step.keep("answer.json", {"question": QUESTION, "answer": step.ask(endpoint)})
+
+
 def take_llama_cpp(step: Taking) -> None:
     """The CUDA build of llama.cpp, where its source package is here (UV_FIND_LINKS); builds it if it is not built."""
     with step.service("llama.cpp", "service", *list_build_options(step)) as endpoint:
@@ -716,24 +732,24 @@ def take_offload(step: Taking) -> None:
 
 VLLM, SGLANG, BOTH = ("vllm",), ("sglang",), ("vllm", "sglang")
 STEPS = (
-    Step("facts", "the machine, its packages and what it measures", 35, take_facts),
-    Step("models", "an 8 B dense shape and a mixture of experts with random weights", 60, take_models),
+    Step("facts", "the machine, its packages and what it measures", 50, take_facts),
+    Step("models", "an 8 B dense shape and a mixture of experts with random weights", 85, take_models),
     Step(
         "vllm-serve",
         "vLLM: built-in model, cold and warm start, start-up check; then its core is killed",
-        280,
+        345,
         serve_twice("vllm", then_kill=True),
         (*VLLM, "pytorch"),
     ),
-    Step("vllm-8b", "vLLM: 8 B shape at 1, 16, 64, 256", 190, bench_shape("vllm", "8b"), VLLM),
+    Step("vllm-8b", "vLLM: 8 B shape at 1, 16, 64, 256", 210, bench_shape("vllm", "8b"), VLLM),
     Step(
         "vllm-defaults",
         "vLLM: the plan against the engine's defaults, 8 B, interleaved",
-        260,
+        350,
         side_by_side("8b", ("vllm", "vllm:defaults"), "1,64", 5),
         VLLM,
     ),
-    Step("bottlenecks", "vLLM: four bottlenecks made on purpose, and diagnose", 470, take_bottlenecks, VLLM),
+    Step("bottlenecks", "vLLM: four bottlenecks made on purpose, and diagnose", 610, take_bottlenecks, VLLM),
     Step("moe-vllm", "vLLM: mixture of experts at 1, 16, 64, 256", 190, bench_shape("vllm", "moe"), VLLM),
     Step("sglang-serve", "SGLang: built-in model, cold and warm start, start-up check", 240, serve_twice("sglang"),
          (*SGLANG, "pytorch")),
@@ -741,25 +757,27 @@ STEPS = (
     Step(
         "compare",
         "vLLM against SGLang, 8 B, unique prompts and a shared prefix, interleaved",
-        230,
+        320,
         take_compare,
         BOTH,
     ),
-    Step("agent", "vLLM against SGLang, 8 B, sessions of agents, interleaved", 540, take_agent, BOTH, optional=True),
-    Step("migrate", "vLLM to SGLang and back under 64 streams", 280, take_migrate, (*BOTH, "pytorch")),
+    Step("agent", "vLLM against SGLang, 8 B, sessions of agents, interleaved", 600, take_agent, BOTH, optional=True),
+    Step("migrate", "vLLM to SGLang and back under 64 streams", 370, take_migrate, (*BOTH, "pytorch")),
     Step("moe-sglang", "SGLang: mixture of experts at 1, 16, 64, 256", 240, bench_shape("sglang", "moe", budget="200s"),
          SGLANG),
     Step("busy-gpu", "bench refuses a GPU that another process uses", 45, take_busy_gpu, VLLM),
-    Step("shared-gpu", "serve and bench beside another process, and two benches at once", 120, take_shared_gpu, VLLM),
+    Step("shared-gpu", "serve and bench beside another process, and two benches at once", 140, take_shared_gpu, VLLM),
     Step("out-of-memory", "vLLM: logs of weights and of a cache that do not fit", 90, take_out_of_memory, VLLM),
-    Step("tune", "vLLM: tune the 8 B shape at 64", 420, take_tune("vllm"), VLLM),
-    Step("tune-sglang", "SGLang: tune the 8 B shape at 64", 300, take_tune("sglang"), SGLANG, optional=True),
-    Step("sglang-defaults", "SGLang: the plan against the engine's defaults, 8 B, interleaved", 330,
+    Step("tune", "vLLM: tune the 8 B shape at 64", 660, take_tune("vllm"), VLLM),
+    Step("tune-sglang", "SGLang: tune the 8 B shape at 64", 660, take_tune("sglang"), SGLANG, optional=True),
+    Step("sglang-defaults", "SGLang: the plan against the engine's defaults, 8 B, interleaved", 350,
          side_by_side("8b", ("sglang", "sglang:defaults"), "1,64", 5), SGLANG, optional=True),
-    Step("options", "vLLM: FP8 cache, no prefix cache, n-gram speculation beside the plan", 420, take_options, VLLM,
+    Step("options", "vLLM: FP8 cache, no prefix cache, n-gram speculation beside the plan", 550, take_options, VLLM,
          optional=True),
-    Step("dense-32b", "vLLM: a 32 B dense shape at 1, 16, 64, 256", 190, measure_empty("32b"), VLLM, optional=True),
-    Step("mla", "vLLM: latent attention and experts at 1, 16, 64, 256", 190, measure_empty("mla"), VLLM, optional=True),
+    Step("dense-32b", "vLLM: a 32 B dense shape at 1, 16, 64, 256", 365, measure_empty("32b"), VLLM, optional=True),
+    Step("mla", "vLLM: latent attention and experts at 1, 16, 64, 256", 280, measure_empty("mla"), VLLM, optional=True),
+    Step("moe-memory", "vLLM: experts in 8 bits, where the free memory does not hold them in 16", 100,
+         take_experts_in_little_memory, VLLM, optional=True),
     Step("core-killed", "vLLM: the engine core is killed", 130, take_core_killed, VLLM, optional=True),
     Step("pytorch-serve", "PyTorch: built-in model, cold and warm start, start-up check", 130, serve_twice("pytorch"),
          ("pytorch",), optional=True),
@@ -777,8 +795,8 @@ STEPS = (
 )  # fmt: skip
 
 
-NEXT = ("models", "sglang-defaults", "agent", "pytorch-64", "pytorch-serve", "llama.cpp-serve")
-"""What docs/gpu.md lacks, the most valuable first."""
+NEXT = ("models", "moe-memory", "pytorch-serve", "sglang-defaults", "tune", "pytorch-64")
+"""What docs/gpu.md lacks. SGLang may arrive during the first three."""
 
 
 # the whole

@@ -2,7 +2,7 @@
 
     python benchmarks/card/predict.py
     python benchmarks/card/predict.py --clean --csv > predicted.csv
-    python benchmarks/card/predict.py --page        # the two tables of docs/gpu.md
+    python benchmarks/card/predict.py --page        # the tables of docs/gpu.md
 
 The model's facts are those of the run file, the hardware is a hypothetical H200, and requests arrive as those of
 `bedplate bench`. Nothing in a prediction comes from the archives but what the fits learned from them. `then` is what
@@ -20,18 +20,19 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.arrivals import BENCH
+from bedplate.decide.memory import add_start_memory, fit
 from bedplate.engines import load_engines
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.judge.roofline import apply_quantization
 from bedplate.measure.summary import make_row
-from bedplate.values import Hardware, Workload
-from bedplate.values.fit import Offload
+from bedplate.values import Hardware, Weights, Workload, replace_fields
+from bedplate.values.fit import DeviceNeed, Offload
 from bedplate.values.record import from_json
 from bedplate.values.run import Cell, Run
 from bedplate.values.units import format_figure
@@ -39,6 +40,7 @@ from bedplate.values.units import format_figure
 RESULTS = Path(__file__).resolve().parent / "results"
 CHANGED = ("enforce-eager", "num-gpu-blocks-override", "speculative-config", "shared-gpu/")
 """Parts of the names of runs whose sides differ from every plan."""
+GIB = 2**30
 METRICS = ("ttft_ms", "tpot_ms", "output_tok_s")
 SHOWN = {
     ("h200-2026-11-17", "vllm-8b"): "A: vLLM, 8 B, FP8",
@@ -52,8 +54,33 @@ SHOWN = {
     ("h200-2026-11-18-f", "llama.cpp"): "F: llama.cpp, 8 B, Q4_K",
     ("h200-2026-11-18-g", "moe-llama.cpp"): "G: llama.cpp, experts, Q4_K",
     ("h200-2026-11-18-e", "offload"): "E: llama.cpp, layers on the host",
+    ("h200-2026-11-18-f", "pytorch-8b"): "F: PyTorch, 8 B, BF16",
+    ("h200-2026-11-18-g", "pytorch-8b"): "G: PyTorch, 8 B, BF16",
 }
 """The cells that docs/gpu.md lists, by archive and name, and what it calls them."""
+
+
+MEMORY = {
+    ("h200-2026-11-17", "vllm-8b/run.json"): "vLLM, 8 B, FP8 (A)",
+    ("h200-2026-11-17", "sglang-8b/run.json"): "SGLang, 8 B, FP8 (A)",
+    ("h200-2026-11-17-c", "moe-vllm/run.json"): "vLLM, experts, FP8 (C)",
+    ("h200-2026-11-17-d", "moe-sglang/run.json"): "SGLang, experts, FP8 (D)",
+    ("h200-2026-11-18-e", "mla/vllm-load-format-dummy.json"): "vLLM, latent attention, FP8 (E)",
+    ("h200-2026-11-18-f", "dense-32b/vllm-load-format-dummy.json"): "vLLM, 32 B, FP8 (F)",
+    ("h200-2026-11-18-g", "sglang-8b/run.json"): "SGLang, 8 B, BF16 (G)",
+    ("h200-2026-11-18-g", "moe-sglang/run.json"): "SGLang, experts, BF16 (G)",
+}
+"""The rows of the memory table of docs/gpu.md, by archive and run file; the source of these weights has 16 bits."""
+
+TOTAL_MEMORY = {
+    ("h200-2026-11-18-f", "llama.cpp/run.json"): "llama.cpp, 8 B, Q4_K (F)",
+    ("h200-2026-11-18-g", "moe-llama.cpp/run.json"): "llama.cpp, experts, Q4_K (G)",
+    ("h200-2026-11-18-e", "offload/run.json"): "llama.cpp, layers on the host (E)",
+    ("h200-2026-11-18-f", "pytorch-8b/run.json"): "PyTorch, 8 B, BF16 (F)",
+}
+"""Engines whose logs do not list the parts."""
+LEFT_FREE = {"offload/run.json": 4 << 30}
+"""Runs beside a process that left only so many bytes of the card free."""
 
 
 class Comparison(NamedTuple):
@@ -117,6 +144,46 @@ def predict_files(archive: str, files: Mapping[str, bytes]) -> Iterator[Predicte
             if figures := _compare(run, cell, name, msgspec.json.decode(plan) if plan else {}):
                 label = step if name.endswith("/run.json") else name.removesuffix(".json")
                 yield PredictedCell(archive, label, cell, figures)
+
+
+def predict_memory(run: Run, free_bytes: int | None = None) -> DeviceNeed:
+    """The memory of the largest load of this run on the card, and of the start before it."""
+    cell = max(run.cells, key=lambda one: one.load.concurrency or 0)
+    subject, load, engine = cell.subject, cell.load, load_engines()[cell.subject.engine]
+    if subject.settings is None or subject.quantization is None:
+        raise ValueError("a run without settings")
+    (card,) = get_hardware().accelerators
+    hardware = replace_fields(get_hardware(), accelerators=(replace_fields(card, free_bytes=free_bytes),))
+    loaded = apply_quantization(run.models[0], subject.quantization)
+    made: Literal["as it is", "while loading"] = "while loading" if subject.quantization == "FP8" else "as it is"
+    weights = Weights(label=subject.quantization, made=made, format="safetensors")
+    work = Workload(concurrency=load.concurrency, prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens)
+    layout, settings = subject.parallelism, subject.settings
+    found = fit(hardware if free_bytes else get_hardware(), loaded, work, engine, parallelism=layout, settings=settings)
+    return add_start_memory(found, engine, weights, run.models[0], loaded, layout, settings).devices[0]
+
+
+def list_total_memory_rows() -> Iterator[str]:
+    yield "| engine | measured | predicted | weights | cache | rest |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for (archive, name), label in TOTAL_MEMORY.items():
+        run = from_json(Run, read_json_files(RESULTS / f"{archive}.tar.xz")[name])
+        need = predict_memory(run, LEFT_FREE.get(name))
+        measured = max(make_row(cell, None, None).peak_mem_gb or 0.0 for cell in run.cells)
+        rest = need.activation_bytes.value + need.overhead_bytes.value
+        parts = (need.total_bytes, need.weights_bytes, need.kv_bytes, rest)
+        yield f"| {label} | {measured:.1f} | {' | '.join(f'{part / 1e9:.1f}' for part in parts)} |"
+
+
+def list_memory_predictions() -> Iterator[str]:
+    yield "| engine | CUDA graphs, GiB | peak while loading, GiB |"
+    yield "| --- | --- | ---: |"
+    files = {archive: read_json_files(RESULTS / f"{archive}.tar.xz") for archive in {key[0] for key in MEMORY}}
+    for (archive, name), label in MEMORY.items():
+        need = predict_memory(from_json(Run, files[archive][name]))
+        graphs, peak = need.graph_bytes, need.loading_bytes or 0
+        shown = [f"{one / GIB:.2f}" for one in (graphs.value, graphs.low, graphs.high)] if graphs else ["", "", ""]
+        yield f"| {label} | {shown[0]} ({shown[1]} to {shown[2]}) | {peak / GIB:.1f} |"
 
 
 def read_json_files(archive: Path) -> dict[str, bytes]:
@@ -231,7 +298,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clean", action="store_true", help="leave out cells with a flag")
     parser.add_argument("--csv", action="store_true", help="write a table instead")
-    parser.add_argument("--page", action="store_true", help="print the tables of docs/gpu.md")
+    parser.add_argument(
+        "--page", action="store_true", help="print the tables of docs/gpu.md and its predictions of memory"
+    )
     given = parser.parse_args()
     cells = [one for one in list_cells() if one.is_clean or not given.clean]
     if given.csv:
@@ -242,6 +311,8 @@ def main() -> None:
     else:
         print_cells(cells)
     print(*list_summaries(cells), sep="\n")
+    if given.page:
+        print("", *list_memory_predictions(), "", *list_total_memory_rows(), sep="\n")
 
 
 if __name__ == "__main__":

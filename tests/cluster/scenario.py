@@ -165,9 +165,12 @@ class Deployed:
             serves = self.nodes[node].serves
             wanted = hardware.get(labels.get("app.kubernetes.io/instance"))
             if labels.get("app.kubernetes.io/component") in ("head", "frontend", "picker") or wanted is None:
-                # It needs no GPU and may run on any node that is not reserved.
+                # It needs no GPU and may run on any node that is not reserved and that can run its image: the picker's
+                # is for all architectures, and Kueue, which does not run here, would choose nodes of a flavor.
                 reserved = dict(self.nodes[node].taints).get("dedicated") is not None
-                found += [f"{name} is on {node}"] if reserved else []
+                anywhere = "-picker-" in name or (self.platform.tenants and "gateway" not in name)
+                wrong = reserved or (self.nodes[node].arch != "amd64" and not anywhere)
+                found += [f"{name} is on {node}"] if wrong else []
             elif serves is None or serves not in wanted:
                 found.append(f"{name} of a service for {wanted} is on {node}")
         return found

@@ -212,6 +212,12 @@ class TestRules:
         many = decide_for("Qwen/Qwen3-32B", "RTX 4090", 2, concurrency=8)
         assert (many.engine, many.quantization, many.parallelism.tensor) == ("vllm", "FP8", 2)
 
+    def test_a_reason_for_a_processor_names_no_gpu(self) -> None:
+        machine = make_simulated_hardware({"cpu": "Intel N100", "ram_gb": 16})
+        found = decide(machine, find_model("Qwen/Qwen3-4B"), Workload())
+        assert get_reason(found, "quant.least").startswith("not Q2_K on the CPU, about")
+        assert not any("GPU" in reason.text for reason in found.reasons if reason.rule != "hardware.cpu")
+
     def test_weights_stay_on_the_cards(self) -> None:
         """16-bit experts in RAM would meet the targets of one user, at a fraction of the speed."""
         card = {"accelerator": "RTX 4090", "count": 1, "ram_gb": 128, "cpu": "AMD EPYC 9654"}

@@ -270,3 +270,19 @@ def test_the_order_in_which_cards_are_named_changes_nothing(number: int) -> None
         assert not list_silences(HintCase(machine, case.model, case.workload, Operations()), found), case.label
         planned += found.fits
     assert planned > number / 3
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("GTX 1650",), "one NVIDIA desktop card, one request at a time"),
+        (("RTX 4090", "RX 7900 XTX"), "one RTX card, one request at a time"),
+        (("RTX 3090", "P40"), "one RTX card, one request at a time"),
+        (("RTX 3060 12GB", "GTX 1050 Ti"), "2 NVIDIA desktop cards, one request at a time"),
+        (("2x RTX 3090", "RTX 4090"), "3 RTX cards, one request at a time"),
+        (("RTX 3060 12GB", "Arc B580"), "Intel Arc B580 and NVIDIA GeForce RTX 3060 12GB: llama.cpp runs on them"),
+        (("Arc B580",), "Intel Arc B580: llama.cpp runs on it"),
+    ],
+)
+def test_the_reason_for_the_engine_names_the_cards_that_it_is_about(names: tuple[str, ...], text: str) -> None:
+    assert decide_on(names, "Qwen/Qwen3-4B").reasons[0].text.startswith(text)

@@ -389,3 +389,62 @@ def test_server_for_old_cards_is_chosen_if_the_simplest_engine_misses_the_target
     found = decide_for("Qwen/Qwen3-32B", "V100 SXM2 32GB", 4, concurrency=16)
     assert (found.engine, found.parallelism.tensor) == ("lmdeploy", 4)
     assert found.reasons[0].rule == "latency.engine"
+
+
+class TestAdaptersOfExperts:
+    """vLLM has no LoRA of experts for tensor and data parallel attention at once, SGLang none for the latter."""
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+    @pytest.mark.parametrize("model", ["openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B"])
+    def test_attention_replicas_are_whole_cards_or_none(self, engine: str, model: str) -> None:
+        work: dict[str, Any] = {"concurrency": 64, "lora_adapters": 4}
+        found = decide_for(model, "H200 SXM", 8, engine, with_alternatives=True, **work)
+        if found.engine is None:
+            assert engine == "sglang" and model.startswith("openai")  # no LoRA adapters of experts in MXFP4
+            return
+        layouts = [found.parallelism, *(one.parallelism for one in found.alternatives if one.engine == engine)]
+        assert len(layouts) > 3 and not any("was not planned" in note for note in found.notes)
+        if engine == "vllm":
+            assert all(one.attention_data in (1, one.tensor) for one in layouts)
+            assert any(one.attention_data > 1 for one in layouts)
+        else:
+            assert all(one.attention_data == 1 for one in layouts)
+            assert get_reason(found, "layout.mixture").endswith("SGLang serves no LoRA adapters in this layout")
+
+
+class TestFp8BeforeAda:
+    """SGLang computes FP8 by ModelOpt and FP8 experts with kernels that A100 and A10G do not have."""
+
+    SHARED: ClassVar[dict[str, Any]] = {
+        "prompt_tokens": 8000, "output_tokens": 300, "shared_prefix_tokens": 6000,
+    }  # fmt: skip
+
+    @pytest.mark.parametrize(("card", "newer_card", "count", "model"), [
+        ("A100 SXM 80GB", "H100 SXM", 2, SEVENTY), ("A10G", "L4", 4, "meta-llama/Llama-3.1-8B-Instruct"),
+    ])  # fmt: skip
+    def test_sglang_is_not_given_weights_that_it_refuses(
+        self, card: str, newer_card: str, count: int, model: str
+    ) -> None:
+        work = {**self.SHARED, "concurrency": 16 * count}
+        before = decide_for(model, card, count, **work)
+        assert (before.engine, before.quantization) == ("sglang", "FP8") and before.weights is not None
+        assert before.weights.made == "while loading" and before.weights.published is None
+        newer = decide_for(model, newer_card, count, **work)
+        assert newer.engine == "sglang" and newer.weights is not None and newer.weights.published is not None
+        assert newer.weights.published.repository.startswith("nvidia/")
+
+    @pytest.mark.parametrize("model", ["Qwen/Qwen3-235B-A22B-FP8", "zai-org/GLM-4.6"])
+    def test_fp8_experts_are_given_to_vllm_which_has_marlin_kernels_for_them(self, model: str) -> None:
+        work: dict[str, Any] = {"concurrency": 32, "prompt_tokens": 16000, "output_tokens": 500}
+        found = decide_for(model, "A100 SXM 80GB", 8, **work)
+        assert (found.engine, found.quantization) == ("vllm", "FP8")
+        assert not any(
+            (one.engine, one.quantization, one.fits) == ("sglang", "FP8", True)
+            for one in decide_for(model, "A100 SXM 80GB", 8, with_alternatives=True, **work).alternatives
+        )
+        assert decide_for(model, "H100 SXM", 8, **work).engine == "sglang"
+
+    def test_vllm_is_not_given_fp8_by_modelopt_on_turing(self) -> None:
+        found = decide_for("meta-llama/Llama-3.1-8B-Instruct", "TITAN RTX", concurrency=32)
+        assert found.engine == "vllm" and found.weights is not None and found.weights.published is not None
+        assert not found.weights.published.repository.startswith("nvidia/")

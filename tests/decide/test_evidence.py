@@ -8,9 +8,10 @@ from tests.runs import make_run
 
 from bedplate import store
 from bedplate.decide import decide
-from bedplate.decide.evidence import Calibration, SpeedRatio, calibrate, gather_evidence
+from bedplate.decide.estimate import compute_expectation
+from bedplate.decide.evidence import Calibration, SpeedRatio, calibrate, compute_speed_ratios, gather_evidence
 from bedplate.facts.hypothetical import make_simulated_hardware
-from bedplate.facts.known_models import find_model
+from bedplate.facts.known_models import apply_label, find_model
 from bedplate.values import Decision, Parallelism, Workload, replace_fields
 from bedplate.values.intent import Operations
 from bedplate.values.result import Result
@@ -115,6 +116,17 @@ class TestCalibration:
         (said,) = [reason for reason in slower.reasons if reason.rule == "evidence.calibrated"]
         assert "scaled by 0.50" in said.text and said.source.startswith("store")
         assert "evidence.calibrated" not in [reason.rule for reason in plain.reasons]
+
+    def test_cached_prompt_tokens_do_not_make_the_machine_faster(self) -> None:
+        shared = replace_fields(WORK, shared_prefix_tokens=960)
+        model = apply_label(MODEL, "FP8")
+        for engine, has_cache in (("vllm", True), ("pytorch", False)):
+            work = shared if has_cache else WORK
+            expected = compute_expectation(MACHINE, model, engine, Parallelism(), work, slots=64)
+            assert expected is not None
+            measured = make_result(engine, expected.output_tok_s, shared_prefix_tokens=960)
+            (found,) = compute_speed_ratios(MACHINE, [measured])
+            assert found.ratio == pytest.approx(1.0), engine
 
     def test_without_measurements_nothing_is_corrected(self) -> None:
         assert gather_evidence(MACHINE, MODEL, []).get_factor("vllm", "cuda") == 1.0

@@ -14,11 +14,12 @@ from bedplate.decide.memory import (
     get_kv_bytes_on_device,
     get_weight_bytes_on_device,
 )
+from bedplate.engines.shared import CONTEXT_BYTES
 from bedplate.errors import UsageError
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
 from bedplate.values import Hardware, Parallelism, Workload, from_json, to_json
-from bedplate.values.fit import Fit
+from bedplate.values.fit import DeviceNeed, Fit
 
 H200_PEAKS = [
     # batch, prompt, torch.cuda.max_memory_allocated(): benchmarks/memory/pytorch.py --measure, H200, torch 2.11
@@ -43,6 +44,49 @@ def test_weights_that_are_quantized_while_loading_must_fit_before(engine: str, m
     """An H200 held all 16-bit weights while SGLang quantized them; vLLM quantizes one layer after the other."""
     chosen = decide(make_machine("H100 NVL 94GB"), find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), engine)
     assert chosen.weights is not None and chosen.weights.made == made
+
+
+def plan_need(engine: str, model: str, work: Workload, machine: Hardware) -> tuple[str, DeviceNeed]:
+    """How the weights are made, and the memory of a card, as a plan states it."""
+    chosen = decide(machine, find_model(model), work, engine)
+    assert chosen.weights is not None and chosen.memory is not None
+    return chosen.weights.made, chosen.memory.devices[0]
+
+
+def test_a_plan_states_the_peak_while_loading() -> None:
+    """Weights as they are, with one layer that is not quantized yet (vLLM), or with all of them (SGLang)."""
+    source = find_model("meta-llama/Meta-Llama-3.1-8B").weight_bytes
+    for engine in ("vllm", "sglang"):
+        made, need = plan_need(engine, "meta-llama/Meta-Llama-3.1-8B", Workload(), make_machine("H200 SXM"))
+        assert made == "as it is" and need.loading_bytes == source + CONTEXT_BYTES
+    small = make_machine("RTX 4090")
+    made, need = plan_need("vllm", "meta-llama/Meta-Llama-3.1-8B", Workload(concurrency=64), small)
+    assert made == "while loading" and need.loading_bytes is not None
+    assert need.loading_bytes == pytest.approx(need.weights_bytes + source / 32 + CONTEXT_BYTES, rel=0.001)
+    made, need = plan_need("sglang", "meta-llama/Meta-Llama-3.1-8B", Workload(concurrency=64), small)
+    assert made == "while loading" and need.loading_bytes == source + CONTEXT_BYTES
+
+
+def test_a_plan_states_the_memory_of_cuda_graphs() -> None:
+    """A part of the overhead: more requests and layers are more graphs, and each layer has a part of each."""
+    few, many, deep = (
+        plan_need("vllm", model, Workload(concurrency=count), make_machine("H200 SXM"))[1]
+        for model, count in (
+            ("meta-llama/Meta-Llama-3.1-8B", 8),
+            ("meta-llama/Meta-Llama-3.1-8B", 256),
+            ("Qwen3-32B", 256),
+        )
+    )
+    graphs = [need.graph_bytes.value for need in (few, many, deep) if need.graph_bytes is not None]
+    # 51 sizes up to 512 tokens in pieces, and 4 or 35 of them as a whole.
+    assert graphs == [200_000 * 32 * (51 + 4), 200_000 * 32 * (51 + 35), 200_000 * 64 * (51 + 35)]
+    assert all(graph < need.overhead_bytes.value for graph, need in zip(graphs, (few, many, deep), strict=True))
+
+
+@pytest.mark.parametrize(("engine", "machine"), [("llama.cpp", "H200 SXM"), ("vllm", "MI300X")])
+def test_a_start_that_was_not_measured_is_not_estimated(engine: str, machine: str) -> None:
+    need = plan_need(engine, "meta-llama/Meta-Llama-3.1-8B", Workload(), make_machine(machine))[1]
+    assert need.loading_bytes is None and need.graph_bytes is None
 
 
 def test_tensor_ranks_divide_kv_heads_down_to_one() -> None:

@@ -106,9 +106,10 @@ class TestProcure:
 
     def test_laptop_with_several_gpus_is_not_offered(self) -> None:
         model, chip = find_model("Qwen/Qwen3-32B"), find_chip("RTX 4080 Laptop").chip
-        ((_, offer),) = procure(model, SERVING, Operations(), [chip])
+        work = replace_fields(SERVING, latency=LatencyTarget(tpot_ms=500))
+        ((_, offer),) = procure(model, work, Operations(), [chip])
         assert offer is None
-        assert serves(decide(make_simulated_hardware({"accelerator": chip.name, "count": 8}), model, SERVING), SERVING)
+        assert serves(decide(make_simulated_hardware({"accelerator": chip.name, "count": 8}), model, work), work)
 
     @pytest.mark.parametrize("name", ["Qwen/Qwen3-32B", "Qwen/Qwen2.5-0.5B-Instruct"])
     @pytest.mark.parametrize("users", [1, 50])

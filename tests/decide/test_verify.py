@@ -388,6 +388,41 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
             plan_a100(), hardware=make_simulated_hardware({"accelerator": "V100 SXM2 32GB", "ram_gb": 64})
         ),
     ),
+    "FP8 by ModelOpt on a T4": (
+        "vllm.quantization",
+        lambda: load_as_published(
+            make_plan("vllm", "T4", 1, "Qwen/Qwen3-0.6B"), find_model("nvidia/Llama-3.1-8B-Instruct-FP8")
+        ),
+    ),
+    "FP8 by ModelOpt on an A100, for SGLang": (
+        "sglang.quantization",
+        lambda: load_as_published(
+            make_plan("sglang", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64),
+            find_model("nvidia/Llama-3.1-8B-Instruct-FP8"),
+        ),
+    ),
+    "FP8 by ModelOpt for Transformers": (
+        "weights.kernels",
+        lambda: load_as_published(
+            make_plan("pytorch", "H100 SXM", 1, "Qwen/Qwen3-8B", 1), find_model("nvidia/Llama-3.1-8B-Instruct-FP8")
+        ),
+    ),
+    "published FP8 experts on an A100, for SGLang": (
+        "sglang.fp8-experts",
+        lambda: load_as_published(
+            make_plan("sglang", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64),
+            find_model("Qwen/Qwen3-30B-A3B-FP8"),
+            (128, 128),
+        ),
+    ),
+    "published FP8 experts on an A100, for TGI": (
+        "tgi.fp8-experts",
+        lambda: load_as_published(
+            make_plan("tgi", "A100 SXM 80GB", 1, "Qwen/Qwen3-8B", 64),
+            find_model("Qwen/Qwen3-30B-A3B-FP8"),
+            (128, 128),
+        ),
+    ),
     "MXFP8 before Blackwell": (
         "sglang.quantization",
         lambda: plan_h100("sglang").with_model(apply_label(find_model("Qwen/Qwen3-32B"), "MXFP8")).with_plan(
@@ -589,6 +624,12 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
     "fewer adapters in host memory than in a batch": (
         "vllm.adapters",
         lambda: plan_adapters("vllm").with_option("--max-cpu-loras", "1"),
+    ),
+    "adapters of experts with tensor and data parallel attention": (
+        "vllm.adapters",
+        lambda: make_plan("vllm", "H100 SXM", 8, "openai/gpt-oss-120b", 64, lora_adapters=4).with_layout(
+            tensor=8, expert=8, attention_data=4, data=1
+        ),
     ),
     "adapters with attention replicas": (
         "sglang.adapters",

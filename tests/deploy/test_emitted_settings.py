@@ -11,8 +11,9 @@ from tests.deploy.intents import H100, LLAMA, PLATFORM, TENANTS, TWO_NODES, WORK
 from tests.deploy.walk import find_broken_references, read_manifests
 
 from bedplate.decide import decide, plan
-from bedplate.deploy.emit import emit_target
+from bedplate.deploy.emit import emit_target, list_unused_settings
 from bedplate.deploy.shell import write_script
+from bedplate.engines import get_engine
 from bedplate.errors import NotPossible
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
@@ -101,6 +102,26 @@ class TestMetrics:
         trees = emit(CHAT, target, prometheus_release="metrics")
         assert find(trees, "PodMonitor")["metadata"]["labels"]["release"] == "metrics"
 
+    @pytest.mark.parametrize(("engine", "has_key"), [("llama.cpp", True), ("vllm", False)])
+    def test_prometheus_has_the_key_of_engines_that_require_it_for_metrics(self, engine: str, has_key: bool) -> None:
+        """llama.cpp answers /metrics only with its key; the gateway's files need the Secret."""
+        service = {**SERVICE, "engine": engine, "workload": {"concurrency": 4}}
+        described = {"pools": [POOL], "services": [service], "deploy": {"endpoint": True}}
+        monitor = find(read_manifests(emit_target(make_platform(described), "kubernetes")), "PodMonitor", "chat")
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        key = {"credentials": {"name": "engine-key", "key": "key"}}
+        assert endpoint.get("authorization") == (key if has_key else None)
+        assert get_engine(engine).requires_key("/metrics") == has_key
+
+    def test_files_say_what_to_add_with_a_key_that_is_optional(self) -> None:
+        """A monitor that names a Secret which is not there would not be read at all."""
+        service = {**SERVICE, "engine": "llama.cpp", "workload": {"concurrency": 4}}
+        files = emit_target(make_platform({"pools": [POOL], "services": [service]}), "kubernetes")
+        assert "authorization" not in find(read_manifests(files), "PodMonitor")["spec"]["podMetricsEndpoints"][0]
+        assert "authorization: {credentials: {name: engine-key, key: key}}" in " ".join(
+            files["monitoring.yaml"].replace("#", "").split()
+        )
+
     @pytest.mark.parametrize("target", ["kubernetes", "dynamo"])
     def test_planned_replicas_stay_when_prometheus_fails(self, target: str) -> None:
         spec = find(emit(CHAT, target), "ScaledObject")["spec"]
@@ -145,6 +166,30 @@ class TestInputs:
     def test_files_say_where_no_key_is_checked(self, target: str) -> None:
         text = emit_target(make_platform(CHAT), target)["meta-llama-3-1-70b.yaml"]
         assert ("No API key is checked" in text) == (target != "kubernetes")
+
+    @pytest.mark.parametrize(
+        ("target", "deploy", "unused"),
+        [
+            ("compose", {"endpoint": True, "gateway": "ingress/inference", "gateway_provider": "gke"},
+             ["deploy.gateway", "deploy.endpoint", "tenants", "deploy.gateway_provider"]),
+            ("kubernetes", {"layout": "disaggregated", "gateway_provider": "gke"},
+             ["deploy.gateway_provider", "deploy.layout"]),
+            ("kubernetes", {"layout": "aggregated", "gateway": "inference", "gateway_provider": "gke"}, []),
+            ("dynamo", {"layout": "disaggregated", "endpoint": True}, []),
+        ],
+    )  # fmt: skip
+    def test_settings_that_the_files_do_not_express_are_named(
+        self, target: str, deploy: Tree, unused: list[str]
+    ) -> None:
+        platform = make_platform({**CHAT, "tenants": TENANTS, "deploy": deploy})
+        assert sorted(list_unused_settings(platform, target)) == sorted(unused)
+
+    def test_the_command_line_names_them(self) -> None:
+        words = ("--hardware", "8x H100 SXM", "--concurrency", "64", "--set", "gateway=ingress/inference")
+        answer = invoke("plan", LLAMA, *words, "--emit", "compose")
+        assert answer.code == 0 and "Without effect in files for compose: deploy.gateway" in answer.err
+        assert "Without effect" not in answer.out
+        assert "Without effect" not in invoke("plan", LLAMA, *words, "--emit", "kubernetes").err
 
     def test_script_for_several_nodes_has_the_command_of_each(self) -> None:
         answer = invoke("plan", BIG, "--hardware", "16x H100 SXM", "--concurrency", "256", "--emit", "command")

@@ -70,6 +70,36 @@ def test_first_step_has_everything_that_the_jobs_refer_to(name: str, target: str
         assert [tree for tree in trees if tree["kind"] == kind] == [tree for tree in first if tree["kind"] == kind]
 
 
+@pytest.mark.parametrize(
+    ("name", "surge", "unavailable"),
+    [("one-pool", "1", "0"), ("h100-chat", "0", "1"), ("h100-tensorrt-llm", "0", "1"), ("fleet-apart", "0", "1")],
+)
+def test_workers_of_dynamo_are_replaced_within_the_gpus_of_the_pool(name: str, surge: str, unavailable: str) -> None:
+    """The operator starts one worker more by default, which waits for ever in a pool without free GPUs."""
+    pace = {
+        "nvidia.com/deployment-rolling-update-max-surge": surge,
+        "nvidia.com/deployment-rolling-update-max-unavailable": unavailable,
+    }
+    for graph in select(emit_files(name, "dynamo"), "DynamoGraphDeployment"):
+        workers = [one for one in graph["spec"]["components"] if one["type"] != "frontend"]
+        assert workers and all(one["podTemplate"]["metadata"]["annotations"] == pace for one in workers)
+    for plain in select(emit_files(name, "kubernetes"), "Deployment"):
+        assert plain["spec"]["strategy"]["rollingUpdate"] == {
+            "maxSurge": int(surge), "maxUnavailable": int(unavailable),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fits"), [("one-pool", True), ("h100-chat", False)])
+def test_ray_service_states_the_gpus_that_its_upgrade_needs(name: str, fits: bool) -> None:
+    files = emit_files(name, "ray")
+    for service in select(files, "RayService"):
+        words = " ".join(files[f"{service['metadata']['name']}.yaml"].replace("#", " ").split())
+        group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+        cards = group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        assert f"it needs {group['minReplicas'] * cards} free GPUs" in words
+        assert ("Delete the RayService before" in words) == (not fits)
+
+
 def test_deadline_of_a_deployment_includes_the_download() -> None:
     platform = build_platform("h100-chat")
     unit = describe_containers(platform.services[0], platform.deploy)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from tests.deploy.intents import INTENTS, WRITTEN, emit_files
+from tests.deploy.intents import FEW, INTENTS, WORK, WRITTEN, build_platform, emit_files, make_platform
 from tests.deploy.walk import find_broken_references, iterate_pods, read_manifests
+
+from bedplate.deploy.emit import emit_target
 
 ON_A_CLUSTER = [case for case in WRITTEN if case[1] != "compose"]
 WITH_COMPOSE = [name for name, target in WRITTEN if target == "compose"]
@@ -14,6 +16,59 @@ WITH_COMPOSE = [name for name, target in WRITTEN if target == "compose"]
 @pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
 def test_all_references_resolve(name: str, target: str) -> None:
     assert not find_broken_references(emit_files(name, target))
+
+
+@pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
+def test_pods_without_gpus_run_where_their_image_does(name: str, target: str) -> None:
+    """A cluster may have nodes with another architecture. GPUs imply theirs, and so do the flavors of Kueue."""
+    queued = bool(build_platform(name).tenants)
+    for tree in read_manifests(emit_files(name, target)):
+        for labels, pod in iterate_pods(tree):
+            component = labels.get("app.kubernetes.io/component")
+            if component == "gateway" or (component in ("head", "frontend") and not queued):
+                assert pod["nodeSelector"] == {"kubernetes.io/arch": "amd64"}, tree["metadata"]["name"]
+            elif component in ("head", "frontend"):
+                assert "nodeSelector" not in pod, "it would need quota of CPU nodes"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "platforms", "selector"),
+    [("Ampere Altra", "linux/arm64", {"kubernetes.io/arch": "arm64"}),
+     ("Intel Xeon Gold 6430", "linux/amd64 and linux/arm64", None)],
+)  # fmt: skip
+def test_gateway_runs_on_the_architecture_of_the_nodes(cpu: str, platforms: str, selector: object) -> None:
+    pools = [{"name": "graces", "accelerator": "GH200", "count": 2, "gpus_per_node": 1, "arch": "arm64"},
+             {"name": "cpus", "cpu": cpu, "cores": 32, "ram_gb": 128}]  # fmt: skip
+    small = {"name": "small", "model": "Qwen/Qwen3-4B", "pool": "cpus", "engine": "llama.cpp", "workload": FEW}
+    services = [{"name": "chat", "model": "Qwen/Qwen3-8B", "pool": "graces", "workload": WORK}, small]
+    described = {"pools": pools, "services": services, "deploy": {"endpoint": True}}
+    files = emit_target(make_platform(described), "kubernetes")
+    assert f"Dockerfile, for {platforms}." in " ".join(files["endpoint.yaml"].replace("#", " ").split())
+    (pod,) = (
+        pod
+        for tree in read_manifests(files)
+        for labels, pod in iterate_pods(tree)
+        if labels.get("app.kubernetes.io/component") == "gateway"
+    )
+    assert pod.get("nodeSelector") == selector
+
+
+@pytest.mark.parametrize(("name", "target"), ON_A_CLUSTER)
+def test_volume_for_one_node_is_read_by_one_kind_of_pods(name: str, target: str) -> None:
+    """Pods of two kinds, such as Dynamo's frontend and its worker, may be placed on two nodes."""
+    trees = read_manifests(emit_files(name, target))
+    read = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for tree in trees
+        if tree["kind"] != "Job"
+        for _, pod in iterate_pods(tree)
+        for volume in pod.get("volumes", [])
+        if "persistentVolumeClaim" in volume
+    ]
+    assert read
+    for tree in trees:
+        if tree["kind"] == "PersistentVolumeClaim" and tree["spec"]["accessModes"] == ["ReadWriteOnce"]:
+            assert read.count(tree["metadata"]["name"]) == 1
 
 
 def test_broken_references_are_detected() -> None:

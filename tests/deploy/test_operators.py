@@ -110,6 +110,14 @@ def test_header_names_the_version_of_keda() -> None:
         assert (f"KEDA {version} or newer" in text) if version is not None else "KEDA" not in text
 
 
+def test_header_names_the_version_of_kubernetes() -> None:
+    """Older API servers refuse `preStop.sleep`, which not all files have."""
+    for name, target in ON_A_CLUSTER:
+        files = emit_files(name, target)
+        sleeps = any("preStop" in str(pod) for tree in read_manifests(files) for _, pod in iterate_pods(tree))
+        assert ("The cluster needs Kubernetes 1.30 or newer" in files["kustomization.yaml"]) == sleeps, (name, target)
+
+
 class TestKueue:
     @pytest.mark.parametrize("target", ["kubernetes", "dynamo", "ray"])
     def test_files_state_the_version_and_the_configuration(self, target: str) -> None:

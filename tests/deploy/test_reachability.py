@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from tests.deploy.intents import emit_files
+from tests.deploy.intents import build_platform, emit_files
 from tests.deploy.walk import iterate_pods, read_manifests
+
+from bedplate.deploy.emit import emit_target
+from bedplate.values import replace_fields
 
 Tree = dict[str, Any]
 
@@ -53,8 +56,8 @@ def is_selected(one: Tree, peer: Peer, home: str) -> bool:
 class Network:
     """The pods and policies of one set of files."""
 
-    def __init__(self, name: str, target: str) -> None:
-        self.trees = read_manifests(emit_files(name, target))
+    def __init__(self, name: str, target: str, files: Mapping[str, str] | None = None) -> None:
+        self.trees = read_manifests(files or emit_files(name, target))
         self.home = next(tree["metadata"]["name"] for tree in self.trees if tree["kind"] == "Namespace")
         found = [tree for tree in self.trees if tree["kind"] == "NetworkPolicy"]
         self.policies = [(tree["metadata"]["namespace"], tree["spec"]) for tree in found]
@@ -114,6 +117,15 @@ def test_only_the_job_reaches_the_hub(name: str) -> None:
     assert not net.allows(net.find("engine"), HUB, 443)
     assert net.allows(net.find("engine"), DNS, 53) and not net.allows(net.find("engine"), DNS, 443)
     assert not net.allows(STRANGER, net.find("model"), 8000)
+
+
+def test_copied_models_need_no_network() -> None:
+    platform = build_platform("h100-chat")
+    copied = replace(platform, deploy=replace_fields(platform.deploy, models="copy"))
+    net = Network("h100-chat", "kubernetes", emit_target(copied, "kubernetes"))
+    for peer, port in ((HUB, 443), (DNS, 53), (STRANGER, 443)):
+        assert not net.allows(net.find("model"), peer, port)
+    assert net.allows(net.find("engine"), DNS, 53)
 
 
 def test_ranks_of_a_replica_reach_each_other_and_no_other_service() -> None:

@@ -314,6 +314,15 @@ class TestByHand:
         assert model.quantization_details is not None and model.quantization_details.method == "mlx"
         assert model.weight_bytes == pytest.approx(model.parameters * 4.5 / 8, rel=1e-3)
 
+    @pytest.mark.parametrize("algorithm", ["FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"])
+    def test_fp8_by_modelopt_is_a_method_of_its_own(self, algorithm: str) -> None:
+        """Engines have another loader for it, whose minimum compute capability is higher."""
+        for settings in ({"quant_method": "modelopt"}, {}):
+            details = read(quantization_config={**settings, "quant_algo": algorithm}).quantization_details
+            assert details is not None and details.method == "modelopt"
+        plain = read(quantization_config={"quant_method": "fp8"}).quantization_details
+        assert plain is not None and plain.method == "fp8"
+
     def test_excluded_modules_are_not_quantized(self) -> None:
         plain = {"quant_method": "modelopt", "quant_algo": "FP8"}
         one = read(quantization_config={**plain, "ignore": ["lm_head", "model.layers.0.self_attn*"]})

@@ -30,6 +30,7 @@ def test_every_machine_has_known_chips_and_can_be_described(machine: str) -> Non
     assert len(hardware.accelerators) == named.count
     assert hardware.memory.total_bytes == named.ram_gb * (1 << 30) and hardware.cpu.physical_cores == named.cores
     assert any(note.startswith(machine) for note in hardware.notes)
+    assert named.hosts > 1 or (hardware.nodes == 1 and not any("nodes of" in note for note in hardware.notes))
 
 
 @pytest.mark.parametrize(

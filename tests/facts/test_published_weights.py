@@ -73,6 +73,14 @@ def test_all_seven_kinds_are_there() -> None:
     assert {"gguf", "awq", "gptq", "fp8", "nvfp4", "mlx", "exl3"} <= kinds
 
 
+def test_fp8_of_nvidia_is_made_with_modelopt() -> None:
+    found = [form for name, _ in REPOSITORIES for form in list_published(find_model(name)) if form.label == "FP8"]
+    methods = {form.weights.repository: form.model.quantization_details for form in found}
+    assert len([name for name in methods if name.startswith("nvidia/")]) >= 5
+    for name, details in methods.items():
+        assert details is not None and (details.method == "modelopt") == name.startswith("nvidia/"), name
+
+
 def test_names_are_repositories_of_known_models() -> None:
     for name, one in REPOSITORIES:
         assert REPOSITORY.fullmatch(one.repository), one.repository

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.bundling.test_oci import build, store, write_base, write_tree
 from tests.commands import run
 from tests.conftest import wait_for
 from tests.image.root_filesystem import BuildStage, explain_absence, install_base
 
+from bedplate.bundling.oci import read_base
 from bedplate.run.supervisor import find_free_port
 
 pytestmark = pytest.mark.nightly
+PAGE = Path(__file__).parents[2] / "docs" / "platform.md"
 INTENT: dict[str, Any] = {
     "hardware": {"cpu": "Ampere Altra", "cores": 32, "ram_gb": 128, "arch": platform.machine()},
     "services": [{"name": "chat", "model": "builtin", "engine": "llama.cpp", "workload": {"concurrency": 4}}],
@@ -112,33 +118,56 @@ def test_unpacked_image_runs_the_gateway_on_a_read_only_root(site: Site, tmp_pat
     assert (served.returncode, served.stdout) == (0, "a\n"), served.stderr
 
 
-@pytest.fixture
-def registry(site: Site, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A registry, and variables with which skopeo uses it in place of all others."""
+@contextmanager
+def start_registry(folder: Path, address: str, hosts: Collection[str]) -> Iterator[dict[str, str]]:
+    """A registry, and variables with which skopeo uses it in place of these hosts."""
     skip_without("docker-registry", "skopeo")
     config = {
         "version": 0.1,
-        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
-        "http": {"addr": site.registry},
+        "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
+        "http": {"addr": address},
     }
-    (tmp_path / "registry.yml").write_text(json.dumps(config))
-    containers = tmp_path / ".config" / "containers"
+    (folder / "registry.yml").write_text(json.dumps(config))
+    containers = folder / ".config" / "containers"
     containers.mkdir(parents=True)
     (containers / "policy.json").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
-    others = {one["source"].partition("/")[0] for one in site.images}
-    lines = [
-        f'[[registry]]\nprefix = "{name}"\nlocation = "{site.registry}/{name}"\ninsecure = true\n' for name in others
-    ]
+    lines = [f'[[registry]]\nprefix = "{name}"\nlocation = "{address}/{name}"\ninsecure = true\n' for name in hosts]
     (containers / "registries.conf").write_text("\n".join(lines))
-    with (tmp_path / "registry.log").open("wb") as log:
-        process = subprocess.Popen(["docker-registry", "serve", str(tmp_path / "registry.yml")], stdout=log, stderr=log)
+    with (folder / "registry.log").open("wb") as log:
+        process = subprocess.Popen(["docker-registry", "serve", str(folder / "registry.yml")], stdout=log, stderr=log)
     try:
-        env = {**os.environ, "HOME": str(tmp_path)}
-        wait_for(lambda: b"listening on" in (tmp_path / "registry.log").read_bytes(), "the registry to listen")
+        env = {**os.environ, "HOME": str(folder)}
+        wait_for(lambda: b"listening on" in (folder / "registry.log").read_bytes(), "the registry to listen")
         yield env
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture
+def registry(site: Site, tmp_path: Path) -> Iterator[dict[str, str]]:
+    others = {one["source"].partition("/")[0] for one in site.images}
+    with start_registry(tmp_path, site.registry, others) as env:
+        yield env
+
+
+def test_layout_that_skopeo_copies_is_a_base(tmp_path: Path) -> None:
+    """The command of docs/platform.md, with a registry here in place of Docker Hub."""
+    (command,) = (line[2:] for line in PAGE.read_text().splitlines() if line.startswith("$ skopeo ") and "oci:" in line
+                  and "docker://" in line)  # fmt: skip
+    source = re.findall(r"docker://(\S+)", command)[0]
+    archive = write_base(tmp_path / "base.tar.gz", "local/bin/python3.12")
+    layout = tmp_path / "layout"
+    layout.mkdir()
+    store(build(tmp_path / "built", archive, write_tree(tmp_path / "tree")), layout)
+    address = f"127.0.0.1:{find_free_port()}"
+    with start_registry(tmp_path, address, ["docker.io"]) as env:
+        push = ["skopeo", "copy", "--dest-tls-verify=false", f"oci:{layout}:1.0", f"docker://{address}/{source}"]
+        for words in (push, shlex.split(command)):
+            done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    found = read_base(tmp_path / "python", tmp_path)
+    assert (found.architecture, found.python, len(found.layers)) == ("amd64", "3.12", 2)
 
 
 def test_scripts_carry_all_images_to_the_mirror(site: Site, registry: dict[str, str]) -> None:

@@ -121,6 +121,26 @@ class TestEachLimit:
         assert found.limit == "KV cache" and any("8-bit" in one.text for one in found.changes)
 
 
+class TestNamedBefore:
+    """The live page names the bottleneck that it named before, until another one is clear."""
+
+    @pytest.mark.parametrize(("own_ms", "stays"), [(3.6, True), (4.4, True), (8.0, False)])
+    def test_it_stays_until_another_one_is_clear(self, own_ms: float, stays: bool) -> None:
+        engine = MadeEngine(read_ms=4.0, own_ms=own_ms, token_ms=0.01, prompt=8, tokens=64)
+        cells, ground = engine.cells(1), engine.ground(2)
+        first = diagnose_subject(cells, ground)
+        found = diagnose_subject(cells, ground, "memory bandwidth")
+        assert found.limit == ("memory bandwidth" if stays else "runtime overhead") and found.loads[0].clear != stays
+        is_second = first.limit != "memory bandwidth"
+        assert ("runtime overhead takes about as long" in found.text) == (stays and is_second)
+        assert all(one.limit == found.limit for one in found.loads)
+
+    def test_a_limit_that_takes_no_time_does_not_stay(self) -> None:
+        engine = MadeEngine(read_ms=4.0, own_ms=3.6, token_ms=0.01, prompt=8, tokens=64)
+        found = [diagnose_subject(engine.cells(1), engine.ground(2), named) for named in (None, "interconnect")]
+        assert found[0] == found[1]
+
+
 class TestPredictions:
     """The gain from removing the bottleneck matches the prediction."""
 

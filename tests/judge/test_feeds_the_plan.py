@@ -11,12 +11,16 @@ from tests.runs import make_run
 
 from bedplate import store
 from bedplate.decide import decide
+from bedplate.decide.scenario import apply_scenario
 from bedplate.facts.hypothetical import make_simulated_hardware
 from bedplate.facts.known_models import find_model
+from bedplate.facts.scenarios import get_scenario
 from bedplate.judge.compare import compare
+from bedplate.measure.questions import parse_loads
 from bedplate.measure.summary import make_result
 from bedplate.run.builtin import read_builtin_facts
 from bedplate.values import Decision, Model, Workload, replace_fields
+from bedplate.values.intent import Intent
 from bedplate.values.run import Cell, Flag, Load, Quality, Repeat, Subject
 from bedplate.values.verdict import Verdict
 
@@ -230,6 +234,69 @@ def test_refusals_of_engines_without_measurements_stay_the_same() -> None:
     ]
     lost = plan_with(*measure_pair(0.5), verdicts=(judge_pair(0.5),))
     assert (lost.engine, lost.reasons[0], lost.refused) == (plain.engine, plain.reasons[0], plain.refused)
+
+
+# repeated prefixes and structured output, for which the rules prefer SGLang
+
+SHARED = Workload(concurrency=64, prompt_tokens=2048, output_tokens=128, shared_prefix_tokens=1792)
+
+
+def judge_served(load: Load, engines: tuple[str, str] = ("sglang", "vllm")) -> Verdict:
+    """The second engine is better than the first under this load."""
+    one, other = make_pair(Noise(3, request=0.02, repeat=0.004, drift=0.004), 1.5, 5, (64,))
+    sides = [
+        [
+            replace_fields(
+                cell, load=load, machine=store.compute_fingerprint(MACHINE),
+                subject=Subject(engine=engine, model=MODEL.name, device="cuda"),
+            )
+            for cell in side
+        ]
+        for side, engine in zip((one, other), engines, strict=True)
+    ]  # fmt: skip
+    verdict = compare(*sides)
+    assert verdict.answer == "migrate"
+    return verdict
+
+
+def plan_agents(*verdicts: Verdict, users: int = 50, scenario: str = "agent") -> str | None:
+    work = apply_scenario(Intent(workload=Workload(users=users)), scenario, ("users",), MODEL.max_context)[0].workload
+    return decide(MACHINE, MODEL, work, verdicts=verdicts).engine
+
+
+def test_a_verdict_on_a_scenario_refutes_the_rule_for_this_scenario_only() -> None:
+    refuted = judge_served(parse_loads(concurrency="50", scenario=get_scenario("agent"))[0])
+    assert (plan_agents(), plan_agents(refuted)) == ("sglang", "vllm")
+    assert plan_agents(refuted, users=90) == "vllm" and plan_agents(refuted, users=400) == "sglang"
+    for other in ("chat", "rag"):
+        assert plan_agents(refuted, scenario=other) == plan_agents(scenario=other), other
+
+
+def test_a_verdict_on_unique_prompts_does_not_refute_the_rule_for_shared_prefixes() -> None:
+    unique = Load(concurrency=64, prompt_tokens=2048, output_tokens=128)
+    shared = replace_fields(unique, shared_prefix_tokens=1792)
+    plain = replace_fields(SHARED, shared_prefix_tokens=0)
+    for load, work, engine in ((unique, SHARED, "sglang"), (shared, SHARED, "vllm")):
+        assert decide(MACHINE, MODEL, work, verdicts=(judge_served(load),)).engine == engine
+    for load, engine in ((unique, "sglang"), (shared, "vllm")):
+        verdict = judge_served(load, ("vllm", "sglang"))
+        assert decide(MACHINE, MODEL, plain, verdicts=(verdict,)).engine == engine
+
+
+def test_results_with_and_without_a_shared_prefix_are_not_compared(tmp_path: Path) -> None:
+    cached = cell("sglang", 9000)
+    cached = replace_fields(cached, load=replace_fields(cached.load, shared_prefix_tokens=960))
+    assert plan_engine_after(tmp_path / "a", cell("vllm", 4000), cached) == "vllm"
+    assert plan_engine_after(tmp_path / "b", cell("vllm", 4000), cell("sglang", 4100), cached) == "vllm"
+
+
+def test_measurements_of_free_text_do_not_refute_the_rule_for_structured_output() -> None:
+    work = replace_fields(WORK, structured_output=True)
+    free = judge_served(Load(concurrency=64, prompt_tokens=1024, output_tokens=256))
+    assert decide(MACHINE, MODEL, work).engine == "sglang"
+    assert decide(MACHINE, MODEL, work, verdicts=(free,)).engine == "sglang"
+    batch = parse_loads(concurrency="64", scenario=get_scenario("batch"))[0]
+    assert decide(MACHINE, MODEL, work, verdicts=(judge_served(batch),)).engine == "vllm"
 
 
 def test_ignores_a_verdict_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

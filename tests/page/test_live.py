@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from tests.run.test_supervisor import until
 from bedplate import store
 from bedplate.engines import EngineState
 from bedplate.hosting.host import Host
-from bedplate.page.binding import IDLE, TOO_FEW, diagnose_window
+from bedplate.page.binding import HOLD_S, IDLE, TOO_FEW, NamedBottleneck, diagnose_window, keep_bottleneck
 from bedplate.page.live import (
     MOST_RECENT,
     MOST_TENANTS,
@@ -34,10 +36,11 @@ from bedplate.page.live import (
     find_bucket,
     summarize_times,
 )
-from bedplate.page.page import FIGURES, LiveFigures, add_live_page
+from bedplate.page.page import FIGURES, DiagnosisInput, LiveFigures, add_live_page, diagnose_models
 from bedplate.run.environments import EngineEnvironment
 from bedplate.run.gateway.tenants import KeyDigest, Tenants
-from bedplate.values.live import Live
+from bedplate.values import Plan
+from bedplate.values.live import Live, LiveBottleneck
 from bedplate.values.record import from_json, replace_fields, to_json
 from bedplate.values.tenant import Tenant, digest_key
 from bedplate.values.traffic import ServedRequest
@@ -226,6 +229,75 @@ class TestBottleneck:
         found = self.diagnose(ModelSnapshot(20, 0), waited, 64, full, replace_state(full, preemptions=7))
         assert found.limit == "KV cache"
         assert any("99% full" in one for one in found.evidence)
+
+
+class TestSteadyBottleneck:
+    """What the page shows, look by look."""
+
+    def make_plan(self) -> Plan:
+        environment = EngineEnvironment(
+            engine="llama.cpp", version="1", path="/", packages=(), python="3", made_at="now", disk_bytes=0
+        )
+        return make_stub_readied("alpha", environment).plan
+
+    def draw_traffic(self, seconds: int) -> tuple[list[RequestCounts], list[ServedRequest]]:
+        """Poisson arrivals at two slots, which are nearly busy: the counts of each second, and the requests."""
+        rng, tallies = random.Random(1), [RequestCounts() for _ in range(seconds)]
+        at_s, free, requests = 0.0, [0.0, 0.0], []
+        running, waiting = [0] * seconds, [0] * seconds
+        while (at_s := at_s + rng.expovariate(0.9)) < seconds:
+            began_s = max(at_s, free.pop(free.index(min(free))))
+            tokens, prefill_ms = max(2, round(40 * rng.lognormvariate(0, 0.5))), 400 * rng.lognormvariate(0, 0.3)
+            ended_s = began_s + (prefill_ms + 30 * tokens) / 1000
+            free.append(ended_s)
+            for second in range(math.ceil(at_s), min(seconds, math.ceil(ended_s))):
+                (waiting if second < began_s else running)[second] += 1
+            if ended_s < seconds:
+                tallies[int(ended_s)].ended += 1
+            ttft_ms = 1000 * (began_s - at_s) + prefill_ms
+            requests.append(
+                make_request(
+                    ended_s, prompt_tokens=200, completion_tokens=tokens, ttft_ms=ttft_ms,
+                    duration_ms=1000 * (ended_s - at_s),
+                )
+            )  # fmt: skip
+        for tally, *counts in zip(tallies, running, waiting, strict=True):
+            tally.standing = ModelSnapshot(*counts)
+        return tallies, requests
+
+    def test_unchanged_traffic_keeps_its_bottleneck_for_more_than_seconds(self) -> None:
+        plan, hardware = self.make_plan(), machine("cpu")
+        tallies, requests = self.draw_traffic(400)
+        moments = range(90, 400, 2)
+        before: dict[str, NamedBottleneck] = {}
+        seen, shown = [], []
+        for now_s in moments:
+            ended = [one for one in requests if one.at_s + one.duration_ms / 1000 <= now_s]
+            window = tallies[now_s - WINDOW_S : now_s]
+            seen.append(diagnose_window(window, ended, plan, 2, hardware, now_s=now_s).limit)
+            before = diagnose_models(
+                {"alpha": DiagnosisInput(window, ended, plan, 2, ())}, hardware, before, float(now_s)
+            )
+            shown.append(before["alpha"].found.limit)
+        spells_s = [[2 * len(list(group)) for _, group in itertools.groupby(limits)] for limits in (seen, shown)]
+        assert min(spells_s[0][1:-1]) <= 4, "in this traffic, two bottlenecks are close"
+        assert min(spells_s[1][1:-1]) >= HOLD_S and None not in shown
+
+    def test_sparse_traffic_keeps_its_bottleneck_for_a_minute(self) -> None:
+        plan = self.make_plan()
+        last = NamedBottleneck(LiveBottleneck(limit="scheduler", text="Scheduler."), 100.0, plan, 2)
+        for found, now_s, limit in ((TOO_FEW, 150.0, "scheduler"), (TOO_FEW, 161.0, None), (IDLE, 101.0, None)):
+            assert keep_bottleneck(found, last, plan, 2, now_s).found.limit == limit
+
+    def test_another_bottleneck_replaces_it_when_it_has_lasted(self) -> None:
+        plan, other = self.make_plan(), LiveBottleneck(limit="compute", text="Compute.")
+        shown = NamedBottleneck(LiveBottleneck(limit="scheduler", text="Scheduler."), 100.0, plan, 2)
+        assert keep_bottleneck(other, shown, plan, 4, 102.0).found == other, "other settings"
+        for now_s, limit in ((102.0, "scheduler"), (102.0 + HOLD_S - 1, "scheduler"), (102.0 + HOLD_S, "compute")):
+            shown = keep_bottleneck(other, shown, plan, 2, now_s)
+            assert shown.found.limit == limit, now_s
+        short = keep_bottleneck(LiveBottleneck(limit="scheduler", text="Scheduler."), shown, plan, 2, 130.0)
+        assert short.found == other and keep_bottleneck(other, short, plan, 2, 132.0).other_since_s is None
 
 
 def replace_state(state: EngineState, **changes: Any) -> EngineState:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from tests.page.test_page_actions import OPERATIONS
 from bedplate.hosting.host import Host
 from bedplate.hosting.memory import MemoryLimits
 from bedplate.page import page
+from bedplate.page.binding import NamedBottleneck
 from bedplate.page.live import IntervalCounts, ModelSnapshot, SecondCounts
 from bedplate.page.page import LiveFigures, add_live_page
 from bedplate.progress import SilentProgress
@@ -268,7 +269,11 @@ def test_a_model_is_unloaded_and_loaded_on_the_page(tmp_path: Path) -> None:
 def test_shows_the_bottleneck_and_the_whole_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name comes from its field, so the sentence may begin with anything."""
     found = LiveBottleneck(limit="scheduler", text="Requests wait for a slot.")
-    monkeypatch.setattr(page, "diagnose_models", lambda work, hardware: dict.fromkeys(work, found))
+
+    def diagnose(inputs: Mapping[str, page.DiagnosisInput], *before: object) -> dict[str, NamedBottleneck]:
+        return {name: NamedBottleneck(found, 0.0, one.plan, one.slots) for name, one in inputs.items()}
+
+    monkeypatch.setattr(page, "diagnose_models", diagnose)
 
     async def then(tab: Tab, host: Host, figures: LiveFigures) -> None:
         await tab.open(host.url, 1280, "light")

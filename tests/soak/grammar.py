@@ -8,13 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bedplate.page.page import ACTIONS, FIGURES, LOG
+from bedplate.run.gateway.pages import OLLAMA_SHOW, OWN_PAGES
+from bedplate.run.gateway.sse import APIS, TRANSLATED
+
+# Those of the gateway, the usual ones more often, and of engines.
 API_PATHS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-    "/v1/embeddings", "/chat/completions", "/v1/rerank", "/tokenize", "/detokenize", "/infill", "/completion",
-    "/apply-template",
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings") * 4,
+    *(path.decode() for path in (*APIS, *TRANSLATED)),
+    OLLAMA_SHOW, ACTIONS, "/infill", "/completion", "/apply-template",
 )  # fmt: skip
+FORM_PATHS = frozenset(path.decode() for path, api in APIS.items() if api == "transcriptions")
 PAGES = (
-    "/", "/health", "/metrics", "/v1/models", "/models", "/v1/models/builtin", "/favicon.ico", "/bedplate/live",
+    *OWN_PAGES, FIGURES, LOG, "/v1/models/builtin", "/favicon.ico",
     "/props", "/slots", "/lora-adapters", "/shutdown", "/flush_cache", "/docs", "/openapi.json", "/server_info",
 )  # fmt: skip
 METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "get", "POST\t", "M" * 300)
@@ -28,10 +34,14 @@ FIELDS = (
     "stream", "stream_options", "temperature", "top_p", "top_k", "stop", "seed", "logprobs", "top_logprobs",
     "tools", "tool_choice", "response_format", "ignore_eos", "min_tokens", "max_new_tokens", "logit_bias", "user",
     "prompt_cache_key", "echo", "suffix", "images", "grammar", "samplers", "system", "metadata",
-    "previous_response_id", "store", "encoding_format",
+    "previous_response_id", "store", "encoding_format", "query", "documents", "top_n", "text_1", "text_2", "options",
+    "format", "think", "keep_alive", "raw", "template", "context", "truncate", "dimensions", "instructions",
+    "max_output_tokens", "content", "tokens", "add_special", "thinking", "text", "reasoning", "include",
 )  # fmt: skip
 SEPARATORS = (b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\r\n ", b"\x00\r\n")
 MOST_TOKENS = 4
+BOUNDARY = b"part"
+ODD_BOUNDARIES = (b"", b"other", b'"part"', b'"part', b"p" * 80, b"part; boundary=other", b"--part")
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,19 @@ def generate_request(random_: random.Random, model: str, key: str | None) -> Hos
 def _generate_one(random_: random.Random, model: str, key: str | None) -> bytes:
     is_api = random_.random() < 0.75
     method = "POST" if is_api else random_.choice(("GET", "GET", *METHODS))
-    path = _mutate_path(random_, random_.choice(API_PATHS if is_api else PAGES))
-    body = _generate_body(random_, model) if is_api or random_.random() < 0.2 else b""
+    path = random_.choice(API_PATHS if is_api else PAGES)
+    is_form = path in FORM_PATHS and random_.random() < 0.9
+    body = b""
+    if is_form:
+        body = _generate_form(random_, model)
+    elif is_api or random_.random() < 0.2:
+        body = _generate_body(random_, model)
     framing, encoded = _frame_body(random_, body)
     version = random_.choice(("HTTP/1.1",) * 8 + ("HTTP/1.0", "HTTP/2.0", "HTTP/1.1 x", ""))
-    lines = [f"{method} {path} {version}".encode("latin-1", "replace"), *_generate_headers(random_, key), *framing]
+    first = f"{method} {_mutate_path(random_, path)} {version}".encode("latin-1", "replace")
+    lines = [first, *_generate_headers(random_, key), *framing]
+    if is_form:
+        lines.append(b"Content-Type: multipart/form-data; boundary=" + random_.choice((BOUNDARY,) * 8 + ODD_BOUNDARIES))
     separator = random_.choice(SEPARATORS) if random_.random() < 0.05 else b"\r\n"
     return separator.join([*lines, b"", b""]) + encoded
 
@@ -168,6 +186,22 @@ def _generate_body(random_: random.Random, model: str) -> bytes:
     if chance < 0.11:
         return (text[:-1] + "," + text[1:]).encode()
     return text.encode()
+
+
+def _generate_form(random_: random.Random, model: str) -> bytes:
+    silence = b"RIFF" + b"\x40\x1f\x00\x00" * 20
+    audio = random_.choice((silence, silence, b"", b"--part", b"\r\n" * 50, b"x" * 9_000))
+    parts = [(b'name="model"', model.encode()), (b'name="file"; filename="a.wav"', audio)]
+    for _ in range(random_.choice((0, 0, 1, 2, 80))):
+        names = (b"response_format", b"stream", b"language", b"prompt", b"temperature", b"model", b"file", b"", b'a"b')
+        values = (b"json", b"srt", b"verbose_json", b"vtt", b"true", b"0", b"", b"\xff\x00", b"x" * 9_000, b"\r\n\r\n")
+        extra = random_.choice((b"", b"", b'; filename="b"', b'; name="file"', b"; filename*=utf-8''b", b"\r\nX: y"))
+        parts.append((b'name="' + random_.choice(names) + b'"' + extra, random_.choice(values)))
+    random_.shuffle(parts)
+    mark = b"--" + BOUNDARY
+    disposition = random_.choice((b"Content-Disposition: form-data; ",) * 8 + (b"", b"content-disposition:file;"))
+    whole = b"".join(mark + b"\r\n" + disposition + head + b"\r\n\r\n" + value + b"\r\n" for head, value in parts)
+    return whole + random_.choice((mark + b"--\r\n",) * 8 + (b"", mark, mark + b"--" + b"\r\n" * 100 + mark))
 
 
 def _generate_messages(random_: random.Random) -> Any:

@@ -103,7 +103,7 @@ POINTS = (
     )),
     Point("shares of tenants", ("tests/run/gateway/test_fair_shares.py",)),
     Point("mistakes of clients", ("tests/e2e/test_mistakes.py",)),
-    Point("hung engines", ("tests/e2e/test_hung_engine.py",)),
+    Point("hung engines", ("tests/e2e/test_hung_engine.py", "tests/fleet/test_hung_engines.py")),
     Point("stop and migrate --cancel", ("tests/e2e/test_interrupted_work.py",)),
     Point("requests byte by byte", (
         "tests/e2e/test_hostile_tenants.py::test_request_byte_by_byte_gets_408", "tests/run/gateway/test_arrival.py",
@@ -350,7 +350,7 @@ def run_checks() -> list[Row]:
         found = home / "results.xml"
         words = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={home}/tests"]
         words += ["-o", "junit_family=xunit1", f"--junitxml={found}", *chosen]
-        environment = {**os.environ, "BEDPLATE_TEST_HOME": str(home)}
+        environment = {**os.environ, "BEDPLATE_TEST_HOME": str(home), "BEDPLATE_FLEET": "1"}
         subprocess.run(words, cwd=ROOT, env=environment, stdout=sys.stderr, check=False)
         cases = list(ElementTree.parse(found).iter("testcase")) if found.exists() else []
     return [summarize_point(point, cases) for point in POINTS]

@@ -42,6 +42,7 @@ from bedplate.deploy.service_containers import (
     ServiceContainers,
     describe_containers,
     make_volume_path,
+    name_architecture,
 )
 from bedplate.engines.traits import MODELS
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible, UsageError
@@ -167,8 +168,7 @@ def _describe_units(platform: Platform) -> list[ServiceContainers]:
 
 
 def _list_architectures(platform: Platform) -> list[str]:
-    names = {machine: name for name, machine in MACHINES.items()} | {"arm64": "arm64"}
-    return sorted({names.get(placed.node.cpu.arch, placed.node.cpu.arch) for placed in platform.services})
+    return sorted({name_architecture(placed.node) for placed in platform.services})
 
 
 # models

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from bedplate.values import Decision, Hardware, Model
     from bedplate.values.intent import Intent, Service
 
+OTHER_TARGETS = {
+    "command": ("sh", "bash", "shell", "script"),
+    "compose": ("docker", "docker-compose", "podman"),
+    "kubernetes": ("k8s", "kube", "kubectl"),
+    "dynamo": (),
+    "ray": (),
+}
+"""What `--emit` takes, and words that people try for it."""
 EXAMPLES = """Examples:
 
 \b
@@ -288,10 +296,14 @@ def _show_alternatives(intent: Intent, engine: str | None, *, untuned: bool) -> 
 def _check_target(emit: str | None) -> None:
     from bedplate.errors import UsageError
 
-    if emit in (None, "command", "compose", "kubernetes", "dynamo", "ray"):
+    if emit is None or emit in OTHER_TARGETS:
         return
-    hint = "choose command, compose, kubernetes, dynamo or ray"
-    raise UsageError(f"unknown target {emit!r}", hint=hint)
+    import difflib
+
+    same = next((target for target, words in OTHER_TARGETS.items() if emit.lower() in words), None)
+    near = same or next(iter(difflib.get_close_matches(emit.lower(), OTHER_TARGETS, 1)), None)
+    choices = "choose command, compose, kubernetes, dynamo or ray"
+    raise UsageError(f"unknown target {emit!r}", hint=f"did you mean {near}? {choices}" if near else choices)
 
 
 def _emit_files(platform: Platform, target: str, folder: Path | None, shown: RenderableType) -> NoReturn:
@@ -299,11 +311,14 @@ def _emit_files(platform: Platform, target: str, folder: Path | None, shown: Ren
     import sys
 
     from bedplate.cli.terminal import make_console
-    from bedplate.deploy.emit import emit_target, join_manifests
-    from bedplate.show.emitted import render_files
+    from bedplate.deploy.emit import emit_target, join_manifests, list_unused_settings
+    from bedplate.show.emitted import render_files, render_unused
 
-    make_console(sys.stderr if folder is None else None).print(shown)
+    console = make_console(sys.stderr if folder is None else None)
+    console.print(shown)
     files = emit_target(platform, target)
+    if unused := list_unused_settings(platform, target):
+        console.print(render_unused(target, unused))
     if folder is None:
         _write_or_print(join_manifests(files), None)
     else:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -32,6 +32,10 @@ class SafeConsole(Console):
 
     Names and metadata of models come from files that anybody may have made.
     """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Lines that may not be wrapped, such as commands, stay whole: without this, rich cuts their ends off."""
+        super().print(*objects, **{"crop": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):

@@ -12,6 +12,7 @@ from bedplate.errors import UsageError
 from bedplate.values.choices import join_with_or
 from bedplate.values.quoting import join_shell
 
+INSTALL = "engines install ID"
 OTHER_WORDS = {
     "run": ("chat", "ask", "talk", "generate", "prompt", "complete", "cli"),
     "serve": ("start", "up", "launch", "server", "deploy-local"),
@@ -26,7 +27,7 @@ OTHER_WORDS = {
     "bench": ("benchmark", "perf", "test", "measure", "load"),
     "init": ("setup", "configure", "config", "new", "wizard"),
     "status": ("state", "health", "top"),
-    "engines install ID": ("install",),
+    INSTALL: ("install",),
     "plan MODEL --emit kubernetes -o DIR": ("k8s", "kubernetes", "helm", "kubectl", "deploy", "manifest"),
     "plan MODEL --emit compose -o DIR": ("compose", "docker", "docker-compose", "podman", "container"),
     "plan MODEL --emit ray -o DIR": ("ray",),
@@ -37,6 +38,7 @@ OTHER_WORDS = {
     "--version": ("version",),
 }
 """Words that people try, by what bedplate has for them."""
+UPGRADES = ("update", "upgrade", "self-update")
 SAME_MEANING = (
     ("remove", "rm", "delete", "uninstall", "revoke", "discard"),
     ("add", "create", "new", "install"),
@@ -83,6 +85,8 @@ def make_unknown_command_error(word: str, context: click.Context | None, argumen
         near = alike or difflib.get_close_matches(word, names, 1)
         hint = f"did you mean {path} {near[0]}?" if near else f"commands of {path}: {', '.join(names)}"
         return UsageError(message, hint=hint)
+    if word.lower() in UPGRADES:
+        return UsageError(message, hint="uv tool upgrade bedplate, pipx upgrade bedplate or pip install -U bedplate")
     if (command := _SUGGESTED.get(word.lower())) is not None:
         return UsageError(message, hint=_suggest_command(command, list(arguments[1:]), names))
     near = difflib.get_close_matches(word.lower(), names, 2)
@@ -90,6 +94,10 @@ def make_unknown_command_error(word: str, context: click.Context | None, argumen
         return UsageError(message, hint=f"did you mean {' or '.join(f'bedplate {one}' for one in near)}?")
     if _is_model(word):
         return UsageError(message, hint=f"to chat with it: {join_shell(['bedplate', 'run', word])}")
+    from bedplate.facts.short_names import list_family
+
+    if family := list_family(word):
+        return UsageError(message, hint=f"to chat with a model: bedplate run {join_with_or(family[:3])}")
     from bedplate.decide.intent import names_hardware
 
     words = " ".join(arguments)
@@ -102,6 +110,8 @@ def _suggest_command(command: str, words: Sequence[str], names: Sequence[str]) -
     """The command with the words that followed, if it takes such words."""
     if command == "--help" and words and words[0] in names:
         return f"bedplate {words[0]} --help"
+    if command == INSTALL and words and _is_model(words[0]):
+        return join_shell(["bedplate", "pull", *words])
     keeps = command in TAKE_MODELS and not any(word.startswith("-") for word in words)
     return join_shell(["bedplate", command, *words]) if keeps else f"bedplate {command}"
 

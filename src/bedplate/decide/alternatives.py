@@ -173,7 +173,8 @@ def _describe_exception(one: Alternative) -> str:
     speed = one.estimate.output_tok_s
     rate = f", about {format_figure(speed.value)} tok/s" if speed is not None else ""
     cache = " with an 8-bit KV cache" if one.settings is not None and one.settings.kv_type != "16-bit" else ""
-    what = f"{one.quantization}{cache} on {_count_cards(one.parallelism)}{rate}"
+    on_cpu = one.settings is not None and one.settings.device == "cpu"
+    what = f"{one.quantization}{cache} on {'the CPU' if on_cpu else _count_cards(one.parallelism)}{rate}"
     return f"not {what}: {one.why_not[0].lower()}{one.why_not[1:].rstrip('.')}"
 
 

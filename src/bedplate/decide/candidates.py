@@ -14,13 +14,13 @@ from bedplate.decide.estimate import compute_expectation
 from bedplate.decide.estimate.calibration import Expectation
 from bedplate.decide.evidence import MachineEvidence
 from bedplate.decide.layouts import list_layouts
-from bedplate.decide.memory import MemoryDemand, fit, get_weight_bytes_on_device
+from bedplate.decide.memory import MemoryDemand, fit, get_weight_bytes_on_device, is_quantized_while_loading
 from bedplate.decide.nodes import make_launch
 from bedplate.decide.targets import compute_shortfall, is_limited_by_cache
 from bedplate.decide.verify import PlanFault, find_first_fault
 from bedplate.decide.wording import describe_remedy, describe_shortage, join_alternatives
 from bedplate.engines import Engine, load_engines
-from bedplate.engines.base import RESERVED_SHARE, SIXTEEN_BIT, ComputeTarget, find_cards
+from bedplate.engines.base import RESERVED_SHARE, ComputeTarget, find_cards
 from bedplate.facts.known_models import apply_label
 from bedplate.facts.published_weights import get_published_model, list_published
 from bedplate.values import (
@@ -460,7 +460,7 @@ def _describe_source(engine: Engine, case: DecisionCase) -> str:
 
 def _can_load(engine: Engine, weights: Weights, source: Model, layout: Parallelism, case: DecisionCase) -> bool:
     """Whether each card holds the unquantized weights, if the engine needs all of them before it quantizes."""
-    if weights.made != "while loading" or weights.label in SIXTEEN_BIT or engine.loading.quantizes == "by layer":
+    if not is_quantized_while_loading(weights) or engine.loading.quantizes == "by layer":
         return True
     each = get_weight_bytes_on_device(source, layout, engine)
     return all(each <= (get_free_bytes(card) or 0) for card in find_cards(case.hardware, engine.vendors))
@@ -490,6 +490,8 @@ def _lay_out(
     if has_different_cards(case.hardware):
         every = len(case.hardware.accelerators)
         layouts = (one for one in layouts if one.tensor * one.pipeline * one.data == every)
+    if case.workload.adapters:
+        layouts = (one for one in layouts if engine.accepts_adapters(one))
     found = [make(layout, wanted) for layout in layouts]
     if case.workload.task != "generate" or engine.refuse_eight_bit_cache(target, model) is not None:
         return found

@@ -116,6 +116,17 @@ class DecisionCase:
         return capability is not None and float(capability) < 7.5
 
     @property
+    def desktop_cards(self) -> str:
+        """`2 RTX cards`, for the reasons of rules: those of NVIDIA that are no data-centre cards."""
+        names = []
+        for card in self.hardware.accelerators:
+            chip = find_accelerator_chip(card) if card.vendor == "nvidia" else None
+            if card.vendor == "nvidia" and (chip is None or chip.kind in ("consumer", "workstation")):
+                names.append(card.name)
+        kind = "RTX" if all("RTX" in name.upper() for name in names) else "NVIDIA desktop"
+        return f"{len(names)} {kind} cards" if len(names) > 1 else f"one {kind} card"
+
+    @property
     def is_moe(self) -> bool:
         return bool(self.model.num_experts and self.model.num_experts > 1)
 

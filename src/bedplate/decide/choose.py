@@ -30,6 +30,7 @@ from bedplate.decide.evidence import BetterEngine, MachineEvidence, gather_evide
 from bedplate.decide.explain import describe_equal_requests, estimate_candidate, list_reasons
 from bedplate.decide.hints import add_hints
 from bedplate.decide.load import get_request_s, solve_candidate_load
+from bedplate.decide.memory import add_start_memory
 from bedplate.decide.nodes import count_host_cards, list_node_launches, make_launch
 from bedplate.decide.order import (
     MARGIN,
@@ -351,7 +352,9 @@ class EngineSearch:
             load=case.workload.make_load(get_request_s(estimate, case.workload), case.in_flight),
             weights=chosen.weights,
             settings=chosen.settings,
-            memory=chosen.fit,
+            memory=add_start_memory(
+                chosen.fit, chosen.engine, chosen.weights, case.model, chosen.model, chosen.layout, chosen.settings
+            ),
             estimate=estimate,
             limit=chosen.expected.limit if chosen.expected is not None else None,
             reasons=(
@@ -612,8 +615,9 @@ class EngineSearch:
 
     def _find_better(self, chosen: EngineCandidate) -> tuple[EngineCandidate, Reason] | None:
         """The engine that a measurement on this machine shows to be better; it takes precedence over the rules."""
-        work = replace_fields(self.case.workload, concurrency=self.case.in_flight)
-        for better in self.evidence.find_better(chosen.engine.id, chosen.quantization, work):
+        for better in self.evidence.find_better(
+            chosen.engine.id, chosen.quantization, self.case.workload, self.case.in_flight
+        ):
             found = self._get_measured_candidate(better)
             if found is not None:
                 self._overruled = chosen.engine.id, better

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from bedplate.engines import load_engines
 from bedplate.engines.base import DEVICES, get_card_family
 from bedplate.facts.known_models import apply_label, look_up_model
 from bedplate.values import Hardware, Model, Settings, Workload, replace_fields
 from bedplate.values.agreement import Agreement
+from bedplate.values.arrival import DEFAULT_THINK_TIME_S
 from bedplate.values.decision import Device
 from bedplate.values.result import Result
 from bedplate.values.run import Load
@@ -23,12 +26,36 @@ PROVEN_GAIN = 1.10
 """A smaller gain is within the day-to-day variation of a machine, and a migration costs more than it brings."""
 LEAST_QUALITY = 0.95
 ALIKE = 2.0
-"""Workloads are similar if concurrency, prompt length and output length each differ by at most this factor. The default
-loads of `bench` are no further apart, and the faster engine seldom changes between them."""
+"""Workloads are similar if concurrency, prompt length, output length and the prompt tokens that repeat no earlier
+request each differ by at most this factor. The default loads of `bench` are no further apart, and the faster engine
+seldom changes between them."""
 MEASURED_LOADS = ("output_tok_s", "e2e_ms")
 """Metrics of a verdict's effects that exist once per load."""
 Measured = tuple[str, Device]
 """An engine and its device: the speed on a CPU says nothing about the speed on a GPU."""
+
+
+class MeasuredWork(NamedTuple):
+    """What decides whether a measurement is about a similar workload. `None`: it does not apply, or is unknown."""
+
+    prompt_tokens: float
+    output_tokens: float
+    concurrency: int | None = None
+    requests_per_s: float | None = None
+    sessions: int | None = None
+    wait_s: float = 0.0
+    """Between the requests of a session."""
+    repeated_tokens: float | None = None
+    """Prompt tokens that repeat an earlier request. Unknown for replays."""
+    structured_output: bool | None = None
+    """Whether answers had to follow a schema or call a tool. Unknown for replays."""
+
+
+class WantedWork(NamedTuple):
+    """The workload of a plan, with the requests in flight that follow from it."""
+
+    workload: Workload
+    in_flight: int
 
 
 @dataclass(frozen=True)
@@ -85,13 +112,17 @@ class MachineEvidence:
         newest = next(checked, None)
         return newest if newest is not None and newest.verdict == "broken" else None
 
-    def find_better(self, engine: str, quantization: str | None, work: Workload) -> list[BetterEngine]:
+    def find_better(
+        self, engine: str, quantization: str | None, work: Workload, in_flight: int | None = None
+    ) -> list[BetterEngine]:
         """Engines that were measured to be clearly better on a similar workload, the largest gain first.
 
         A verdict takes precedence over the results that it was computed from, and a newer verdict over an older one.
+        `in_flight`: the requests in flight of the workload; the default is what it states.
         """
-        of_verdicts = dict(_judge_verdicts(self.verdicts, engine, quantization, work))
-        of_results = dict(_compare_results(_select_newest(self.results), engine, quantization, work))
+        wanted = WantedWork(work, work.compute_in_flight() if in_flight is None else in_flight)
+        of_verdicts = dict(_judge_verdicts(self.verdicts, engine, quantization, wanted))
+        of_results = dict(_compare_results(_select_newest(self.results), engine, quantization, wanted))
         known = {**of_results, **of_verdicts}
         return sorted((one for one in known.values() if one is not None), key=lambda one: -one.gain)
 
@@ -111,13 +142,13 @@ class BetterEngine:
 
 
 def _judge_verdicts(
-    verdicts: Sequence[Verdict], engine: str, quantization: str | None, work: Workload
+    verdicts: Sequence[Verdict], engine: str, quantization: str | None, wanted: WantedWork
 ) -> Iterator[tuple[str, BetterEngine | None]]:
     """The newest verdict on each challenger; `None`: there is no reason to migrate to it."""
     seen: set[str] = set()
     for verdict in verdicts:
         a, b = verdict.a, verdict.b
-        near = _find_nearest(verdict.effects, work)
+        near = _find_nearest(verdict.effects, wanted)
         # If the faster engine depends on the load, the results for the requested load are better evidence.
         # A verdict on two versions of one engine is no reason to choose another engine.
         if a.engine != engine or b.engine in (engine, *seen) or near is None or verdict.constraint == "load":
@@ -155,19 +186,23 @@ def _has_same_weights(verdict: Verdict, quantization: str | None) -> bool:
     return verdict.a.quantization in (None, quantization)
 
 
-def _find_nearest(effects: Sequence[Effect], work: Workload) -> Effect | None:
+def _find_nearest(effects: Sequence[Effect], wanted: WantedWork) -> Effect | None:
     near = [
-        (apart, one) for one in effects if one.metric in MEASURED_LOADS and (apart := _compute_distance(one.load, work))
+        (apart, one)
+        for one in effects
+        if one.metric in MEASURED_LOADS and (apart := _compute_distance(_read_load(one.load), wanted))
     ]
     return min(near, key=lambda pair: pair[0])[1] if near else None
 
 
 def _compare_results(
-    newest: Sequence[Result], engine: str, quantization: str | None, work: Workload
+    newest: Sequence[Result], engine: str, quantization: str | None, wanted: WantedWork
 ) -> Iterator[tuple[str, BetterEngine | None]]:
     """Compare each challenger's results with this engine's best result under the load nearest to the workload."""
     near = [
-        (apart, one) for one in newest if one.engine == engine and (apart := _compute_distance(_to_load(one), work))
+        (apart, one)
+        for one in newest
+        if one.engine == engine and (apart := _compute_distance(_read_result(one), wanted))
     ]
     own = [one for _, one in sorted(near, key=lambda pair: (pair[0], -(pair[1].output_tok_s or 0)))]
     fastest = sorted(newest, key=lambda one: -(one.output_tok_s or 0))
@@ -210,22 +245,107 @@ def _describe_runs(names: Sequence[str]) -> str:
     return f"run{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-def _to_load(result: Result) -> Load:
-    return Load(concurrency=result.concurrency, prompt_tokens=result.prompt_tokens, output_tokens=result.output_tokens)
+def _read_result(result: Result) -> MeasuredWork:
+    return MeasuredWork(
+        result.prompt_tokens,
+        result.output_tokens,
+        result.concurrency,
+        repeated_tokens=result.shared_prefix_tokens,
+        structured_output=None if result.shared_prefix_tokens is None else False,
+    )
 
 
-def _compute_distance(load: Load, work: Workload) -> float | None:
-    """Distance of a measured load from the requested workload: 1 is the same; `None`: not similar."""
-    pairs: list[tuple[float, float]]
-    if load.concurrency is not None:
-        pairs = [(load.concurrency, work.compute_in_flight())]
-    elif load.requests_per_s is not None and work.requests_per_s is not None:
-        pairs = [(load.requests_per_s, work.requests_per_s)]
-    else:
+@lru_cache(maxsize=256)
+def _read_load(load: Load) -> MeasuredWork | None:
+    """`None` for the sessions of a trace, whose lengths a load does not have."""
+    if load.trace is not None:
+        replayed = MeasuredWork(load.prompt_tokens, load.output_tokens, requests_per_s=load.requests_per_s)
+        return replayed if load.arrivals == "replay" else None
+    if load.scenario is None:
+        return MeasuredWork(
+            load.prompt_tokens, load.output_tokens, load.concurrency, load.requests_per_s,
+            repeated_tokens=load.shared_prefix_tokens, structured_output=False,
+        )  # fmt: skip
+    from bedplate.facts.scenarios import compute_means
+
+    means = compute_means(load.scenario)
+    return MeasuredWork(
+        load.prompt_tokens,
+        load.output_tokens,
+        requests_per_s=None if load.requests_per_s is None else means.turns * load.requests_per_s,
+        sessions=load.sessions,
+        wait_s=means.wait_s,
+        repeated_tokens=load.scenario.system_tokens + means.history_tokens,
+        structured_output=means.structured_share > 0,
+    )
+
+
+class MeasuredWorkload(NamedTuple):
+    """A workload under which an engine was measured."""
+
+    engine: str
+    model: str
+    quantization: str | None
+    workload: Workload
+
+
+def list_measured_workloads(results: Iterable[Result], verdicts: Iterable[Verdict]) -> Iterator[MeasuredWorkload]:
+    """Those of the results, and those of the first sides of the verdicts."""
+    for one in results:
+        yield MeasuredWorkload(one.engine, one.model, one.quantization, _make_workload(_read_result(one)))
+    for verdict in verdicts:
+        for load in dict.fromkeys(effect.load for effect in verdict.effects):
+            if (measured := _read_load(load)) is not None:
+                a = verdict.a
+                yield MeasuredWorkload(a.engine, verdict.model, a.quantization, _make_workload(measured))
+
+
+def _make_workload(measured: MeasuredWork) -> Workload:
+    concurrency = measured.concurrency if measured.wait_s or measured.concurrency else measured.sessions
+    return Workload(
+        users=1 if concurrency else measured.sessions or 1,
+        concurrency=concurrency,
+        requests_per_s=measured.requests_per_s,
+        think_time_s=measured.wait_s or None,
+        prompt_tokens=round(measured.prompt_tokens),
+        output_tokens=round(measured.output_tokens),
+        shared_prefix_tokens=round(measured.repeated_tokens or 0),
+        structured_output=bool(measured.structured_output),
+    )
+
+
+def _compute_distance(measured: MeasuredWork | None, wanted: WantedWork) -> float | None:
+    """Distance of a measured load from the requested workload: 1 is the same; `None`: not similar.
+
+    A measurement of unique prompts says little about a prefix cache, and one of free text little about schemas.
+    """
+    work = wanted.workload
+    if measured is None or (pairs := _pair_load(measured, wanted)) is None:
         return None
-    pairs += [(load.prompt_tokens, work.prompt_tokens), (load.output_tokens, work.output_tokens)]
+    if measured.structured_output not in (None, work.structured_output):
+        return None
+    pairs += [(measured.prompt_tokens, work.prompt_tokens), (measured.output_tokens, work.output_tokens)]
+    if measured.repeated_tokens is not None and (measured.repeated_tokens or work.repeated_prefix_tokens):
+        new = max(1.0, measured.prompt_tokens - measured.repeated_tokens)
+        pairs.append((new, work.prompt_tokens - work.repeated_prefix_tokens))
     ratios = [max(one / other, other / one) for one, other in pairs]
     return math.prod(ratios) if max(ratios) <= ALIKE else None
+
+
+def _pair_load(measured: MeasuredWork, wanted: WantedWork) -> list[tuple[float, float]] | None:
+    """The measured and the requested number of requests; `None`: they arrive in another way."""
+    work = wanted.workload
+    if measured.concurrency is not None:
+        return [(measured.concurrency, wanted.in_flight)]
+    if measured.requests_per_s is not None:
+        return None if work.requests_per_s is None else [(measured.requests_per_s, work.requests_per_s)]
+    if measured.sessions is None or work.requests_per_s is not None:
+        return None
+    if not measured.wait_s:  # a session without waiting times always has a request in flight
+        return [(measured.sessions, wanted.in_flight)]
+    if work.concurrency is not None:
+        return None
+    return [(measured.sessions, work.users), (measured.wait_s, work.think_time_s or DEFAULT_THINK_TIME_S)]
 
 
 def _select_newest(results: Sequence[Result]) -> list[Result]:
@@ -235,6 +355,7 @@ def _select_newest(results: Sequence[Result]) -> list[Result]:
         key = (
             result.machine, result.engine, result.model, result.quantization, result.weights_id, result.device,
             result.parallelism, result.concurrency, result.prompt_tokens, result.output_tokens,
+            result.shared_prefix_tokens,
         )  # fmt: skip
         if result.output_tok_s:
             found.setdefault(key, result)
@@ -288,8 +409,13 @@ def compute_speed_ratios(
         measured_model = _get_model(result, models)
         if measured_model is None or not result.output_tok_s:
             continue
+        known = load_engines().get(result.engine)
         work = Workload(
-            concurrency=result.concurrency, prompt_tokens=result.prompt_tokens, output_tokens=result.output_tokens
+            concurrency=result.concurrency,
+            prompt_tokens=result.prompt_tokens,
+            output_tokens=result.output_tokens,
+            # Cached prompt tokens are not computed, which is no property of the machine.
+            shared_prefix_tokens=result.shared_prefix_tokens or 0 if known is not None and known.reuses_prefixes else 0,
         )
         device = result.device or _guess_device(hardware)
         machine = hardware if device != "cpu" else replace_fields(hardware, accelerators=(), links=())

@@ -351,7 +351,9 @@ def explain_mixture(candidate: EngineCandidate, case: DecisionCase, evidence: Ma
         return None
     part = replace(case, hardware=candidate.hardware)
     other = make_candidate(engine, candidate.target, candidate.weights, model, usual, part, evidence)
-    if not other.fit.fits:
+    if case.workload.adapters and not engine.accepts_adapters(usual):
+        why = f"{engine.name} serves no LoRA adapters in this layout"
+    elif not other.fit.fits:
         why = "it does not fit, because every GPU has all attention weights"
     elif candidate.expected is None or other.expected is None:
         return None

@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from bedplate.decide.cards import SAME_FREE, get_free_bytes, keep_cards
 from bedplate.engines import Engine
 from bedplate.engines import get_engine as engine_by_id
-from bedplate.engines.base import LIMITED_VENDORS, RESERVED_SHARE, find_cards
+from bedplate.engines.base import LIMITED_VENDORS, RESERVED_SHARE, SIXTEEN_BIT, find_cards
 from bedplate.engines.visible import pick_cards
 from bedplate.errors import UsageError
 from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.facts.known_models import apply_label
-from bedplate.values import Accelerator, Hardware, Model, Parallelism, Settings, Workload, make_estimate
+from bedplate.values import (
+    Accelerator,
+    Hardware,
+    Model,
+    Parallelism,
+    Settings,
+    Weights,
+    Workload,
+    make_estimate,
+    replace_fields,
+)
 from bedplate.values.decision import CacheType
 from bedplate.values.fit import DeviceNeed, Fit, Offload
 
@@ -258,6 +268,31 @@ def _fit_on_cards(
         adapter_bytes=adapters,
     )
     return Fit(fits=most >= 1, devices=(need,), concurrency=counted * layout.data, max_concurrency=most * layout.data)
+
+
+def add_start_memory(
+    fit: Fit, engine: Engine, weights: Weights, source: Model, loaded: Model, layout: Parallelism, settings: Settings
+) -> Fit:
+    """The fit with the peak of loading `source` as these weights, and with the CUDA graphs that are captured then."""
+    context, quantizes = engine.uses.context_bytes, is_quantized_while_loading(weights)
+    if settings.device != "cuda" or not context:
+        return fit
+    before = get_weight_bytes_on_device(source, layout, engine) if quantizes else 0
+    by_layer = engine.loading.quantizes == "by layer"
+    layers = max(1, round(source.num_layers * _get_stage_share(source, layout, engine)))
+    graphs = engine.compute_graph_bytes(loaded, settings) * _get_stage_share(loaded, layout, engine)
+
+    def add(need: DeviceNeed) -> DeviceNeed:
+        after = need.weights_bytes
+        peak = after + before / layers if by_layer else max(after, before)
+        estimate = make_estimate(graphs, engine.uses.spread, engine.uses.source) if graphs else None
+        return replace_fields(need, loading_bytes=round(peak + context), graph_bytes=estimate)
+
+    return replace_fields(fit, devices=tuple(map(add, fit.devices)))
+
+
+def is_quantized_while_loading(weights: Weights) -> bool:
+    return weights.made == "while loading" and weights.label not in SIXTEEN_BIT
 
 
 def _get_usable_share(card: Accelerator, engine: Engine) -> float:

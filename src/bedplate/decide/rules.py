@@ -227,7 +227,9 @@ def pick_for_unusual(case: DecisionCase) -> Pick | None:
     if _needs_several_nodes(case):
         return None
     if case.vendor not in ("nvidia", "amd") or case.kind == "edge" or case.has_unified_memory:
-        return Pick(("llama.cpp", "mistral.rs"), f"{case.hardware.accelerators[0].name}: llama.cpp runs on it")
+        kinds = list(dict.fromkeys(card.name for card in case.hardware.accelerators))
+        them = "them" if len(kinds) > 1 else "it"
+        return Pick(("llama.cpp", "mistral.rs"), f"{' and '.join(kinds)}: llama.cpp runs on {them}")
     if case.vendor == "amd" and case.kind in ("consumer", "workstation"):
         return Pick(("llama.cpp", "mistral.rs"), "an AMD desktop GPU: llama.cpp supports it through ROCm or Vulkan")
     return None
@@ -288,10 +290,8 @@ def pick_for_rtx(case: DecisionCase) -> Pick | None:
         or case.workload.task != "generate"
     ):
         return None
-    number = case.cards if case.cards > 1 else "one"
-    kind = "NVIDIA desktop" if case.has_pre_turing_cards else "RTX"
     requests = case.concurrent_requests if case.peak_in_flight > 1 else "one request at a time"
-    return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{number} {kind} card{'s' * (case.cards > 1)}, {requests}")
+    return Pick(("exllamav3", "exllamav2", "llama.cpp"), f"{case.desktop_cards}, {requests}")
 
 
 @add_pick(
@@ -472,7 +472,10 @@ def _doubt_exllama(case: DecisionCase) -> Doubt | None:
             "designed for quantized weights, and this workload is precision-sensitive",
             "a workload that tolerates 4-bit weights",
         )
-    return None if case.has_rtx_cards else Doubt("designed for desktop RTX cards, not for data-centre GPUs", hint)
+    if case.has_rtx_cards:
+        return None
+    others = ", not for data-centre GPUs" if case.kind == "datacenter" else ""
+    return Doubt(f"designed for desktop RTX cards{others}", hint)
 
 
 @add_doubt("doubt.llama.cpp", "llama.cpp", 'engines-compared "Not the high-concurrency GPU throughput king"')

@@ -20,6 +20,7 @@ from bedplate.deploy.pods import (
     escape_word,
     format_count,
     make_labels,
+    select_architecture,
     select_nodes,
     write_container_security,
     write_environment,
@@ -69,6 +70,9 @@ RENAMED = {"openai": "harmony", "openai_gptoss": "gpt_oss"}
 LEAST_APART = 4
 """Fewest replicas for prefill/decode disaggregation by default; with fewer, one of the roles would often be idle."""
 PROMPT_HEAVY = 2.0
+UPDATE = "nvidia.com/deployment-rolling-update"
+"""Annotations of the operator for workers on one node (docs.nvidia.com/dynamo, Rolling Updates). By default it starts
+one worker more than there are, which never starts without free GPUs."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,9 @@ def _use_dynamo_image(unit: ServiceContainers) -> ServiceContainers:
     worker = get_worker(unit.engine)
     brings = f"Dynamo {DYNAMO_VERSION.rpartition('.')[0]} includes {unit.engine.name} {worker.version}"
     note = f"{brings}; the plan was made for {unit.plan.engine_version}; {DYNAMO_TAG_NOTE}"
-    return replace(unit, image=Image(f"{worker.image}:{DYNAMO_VERSION}", note, user=1000, group=0, python=True))
+    image = Image(f"{worker.image}:{DYNAMO_VERSION}", note, user=1000, group=0, python=True)
+    # The frontend runs on any node, and reads the model's tokenizer.
+    return replace(unit, image=image, is_read_elsewhere=True)
 
 
 def split_workers(unit: ServiceContainers, deploy: DeployTarget) -> WorkerSplit:
@@ -226,6 +232,7 @@ def _write_frontend(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
     spec: Tree = {
         "terminationGracePeriodSeconds": annotate(unit.grace_s, unit.grace_words),
         "securityContext": write_security_context(unit.image),
+        **select_architecture([unit], queue),
         "initContainers": [write_wait_container(unit)],
         "containers": [container],
         "volumes": kept,
@@ -290,13 +297,25 @@ def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | No
 def _write_worker_metadata(unit: ServiceContainers, queue: str | None, role: str, count: int) -> Tree:
     """Write labels; with a queue, the ranks of workers on several nodes are admitted together or not at all."""
     labels = _add_queue_label(make_labels(unit), queue)
-    if queue is None or unit.nodes == 1:
+    if unit.nodes == 1:
+        return {"labels": labels, "annotations": _write_update_strategy(unit, role)}
+    if queue is None:
         return {"labels": labels}
     group = {
         "kueue.x-k8s.io/pod-group-total-count": str(count * unit.nodes),
         "kueue.x-k8s.io/pod-group-serving": "true",
     }
     return {"labels": labels | {"kueue.x-k8s.io/pod-group-name": f"{unit.name}-{role}"}, "annotations": group}
+
+
+def _write_update_strategy(unit: ServiceContainers, role: str) -> CommentedValue:
+    """Replace workers as a Deployment of them would. All roles are updated together, each with one worker more."""
+    can_surge = unit.most_replicas - unit.replicas >= (1 if role == "worker" else 2)
+    pace = {f"{UPDATE}-max-surge": str(int(can_surge)), f"{UPDATE}-max-unavailable": str(int(not can_surge))}
+    free = "the pool has capacity for one more worker" if can_surge else (
+        "the pool has no free GPUs: an old worker must stop before a new one starts"
+    )  # fmt: skip
+    return annotate(pace, free)
 
 
 def _add_queue_label(labels: Tree, queue: str | None) -> Tree:

@@ -51,6 +51,23 @@ def emit_target(platform: Platform, target: str) -> Files:
     return mirror_images(files, deploy)
 
 
+CLUSTER_SETTINGS = ("namespace", "gateway", "endpoint", "storage_class", "prometheus", "prometheus_release", "rdma")
+"""Fields of `deploy` that have no meaning on one machine."""
+
+
+def list_unused_settings(platform: Platform, target: str) -> list[str]:
+    """Return the settings of the intent that the files for this target do not express."""
+    deploy, found = platform.deploy, list[str]()
+    if target == "compose":
+        found += [f"deploy.{name}" for name in CLUSTER_SETTINGS if getattr(deploy, name)]
+        found += ["tenants"] if platform.tenants else []
+    if deploy.gateway_provider is not None and (deploy.gateway is None or target == "compose"):
+        found.append("deploy.gateway_provider")
+    if deploy.layout == "disaggregated" and target != "dynamo":
+        found.append("deploy.layout")
+    return found
+
+
 def _check_named_cards(platform: Platform, target: str) -> None:
     """Refuse a plan for some of a node's different GPUs where something else than the files assigns them."""
     for one in platform.services if target != "compose" else ():

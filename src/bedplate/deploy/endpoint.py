@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from bedplate._version import __version__
 from bedplate.deploy.platform import Platform
-from bedplate.deploy.pods import KEY, Tree, write_container_security, write_metadata
+from bedplate.deploy.pods import KEY, Tree, select_architecture, write_container_security, write_metadata
 from bedplate.deploy.scaling import compute_wake_s, find_metrics_namespace, make_monitor_labels
-from bedplate.deploy.service_containers import DRAIN_S, PORT, ServiceContainers
+from bedplate.deploy.service_containers import DRAIN_S, PORT, ServiceContainers, name_architecture
 from bedplate.deploy.yaml_writer import annotate, write_document
 from bedplate.engines.traits import ANY_USER
 from bedplate.errors import UsageError
@@ -42,8 +42,9 @@ def explain_endpoint(platform: Platform) -> list[str]:
     deploy, create = platform.deploy, "kubectl create secret generic"
     at = f"-n {deploy.namespace or 'inference'}"
     keys = "".join(f" --from-literal={name}=…" for name in _list_key_variables(platform))
+    images = " and ".join(sorted({f"linux/{name_architecture(one.node)}" for one in platform.services}))
     return [
-        f"One endpoint for all models: http://{NAME}/v1. The image is built from bedplate's Dockerfile.",
+        f"One endpoint for all models: http://{NAME}/v1. The image is built from bedplate's Dockerfile, for {images}.",
         "Secrets are not included:",
         f"  {create} {STORE} {at} --from-literal=url=postgresql://…",
         f"  {create} {OWN_KEY} {at} --from-literal=key=bp-$(openssl rand -hex 32)",
@@ -223,6 +224,7 @@ def _write_deployment(
                         "fsGroup": ANY_USER,
                         "seccompProfile": {"type": "RuntimeDefault"},
                     },
+                    **select_architecture(units),
                     "topologySpreadConstraints": [
                         {
                             "maxSkew": 1,

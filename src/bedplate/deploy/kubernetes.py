@@ -380,6 +380,9 @@ def _write_orchestrated_policy(
 
 
 def _write_model_policy(unit: ServiceContainers, deploy: DeployTarget, dns: Tree) -> Tree:
+    egress: object = annotate([dns, {"ports": [{"port": 443, "protocol": "TCP"}]}], "the model hub")
+    if deploy.models == "copy":
+        egress = annotate([], "none: the model is copied into the pod, which kubectl does through its kubelet")
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -387,7 +390,7 @@ def _write_model_policy(unit: ServiceContainers, deploy: DeployTarget, dns: Tree
         "spec": {
             "podSelector": {"matchLabels": make_model_labels(unit)},
             "policyTypes": ["Ingress", "Egress"],
-            "egress": annotate([dns, {"ports": [{"port": 443, "protocol": "TCP"}]}], "the model hub"),
+            "egress": egress,
         },
     }
 
@@ -455,12 +458,16 @@ DYNAMO_NODES = "the Dynamo operator with Grove, or with LeaderWorkerSet and Volc
 """deploy/operator/internal/controller/dgd_component_program.go of Dynamo bb3100e6: reasonNoMultinodeOrchestrator."""
 
 
+KUBERNETES = "Kubernetes 1.30 or newer"
+"""`preStop.sleep` is on by default since then: PodLifecycleSleepAction in pkg/features/kube_features.go."""
+
+
 def find_requirements(files: Files) -> list[str]:
     text = "\n".join(files.values())
     needs = NEEDS | ({"nvidia.com/v1beta1": DYNAMO_NODES} if "multinode:" in text else {})
     kueue = find_least_version(["RayService"] if "kind: RayService" in text else [])
     versions = {"{kueue}": kueue, "{keda}": find_least_keda(text)}
-    return [
+    return ([KUBERNETES] if "preStop:" in text else []) + [
         re.sub(r"\{\w+\}", lambda match: versions[match[0]], what)
         for group, what in needs.items()
         if f"apiVersion: {group}" in text

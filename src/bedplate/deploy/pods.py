@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bedplate.deploy.images import Image
-from bedplate.deploy.service_containers import DRAIN_S, GIB, PORT, SETTINGS, ServiceContainers, VolumeStep
+from bedplate.deploy.service_containers import (
+    ARCH_LABEL,
+    DRAIN_S,
+    GIB,
+    PORT,
+    SETTINGS,
+    ServiceContainers,
+    VolumeStep,
+    name_architecture,
+)
 from bedplate.deploy.yaml_writer import CommentedValue, annotate, strip_comments
 from bedplate.engines.traits import MODELS
 from bedplate.values.intent import DeployTarget
@@ -206,6 +215,16 @@ def select_nodes(unit: ServiceContainers) -> Tree:
     if chosen.resource is not None:
         found["tolerations"] = [{"key": chosen.resource, "operator": "Exists", "effect": "NoSchedule"}]
     return found
+
+
+def select_architecture(units: Sequence[ServiceContainers], queue: str | None = None) -> Tree:
+    """Select nodes for pods without GPUs whose image is for the nodes of these services; nothing if those differ.
+
+    With a queue, Kueue adds the labels of a flavor. A selector of the architecture would leave only flavors of CPU
+    nodes, whose quota the queue of a service with GPUs would have to borrow.
+    """
+    found = {name_architecture(unit.placed.node) for unit in units}
+    return {"nodeSelector": {ARCH_LABEL: found.pop()}} if len(found) == 1 and queue is None else {}
 
 
 def write_volumes(unit: ServiceContainers, settings: str | None = None) -> list[object]:

@@ -14,6 +14,7 @@ from bedplate.deploy.platform import Platform
 from bedplate.deploy.pods import (
     Tree,
     make_labels,
+    select_architecture,
     select_nodes,
     write_container_security,
     write_environment,
@@ -197,7 +198,7 @@ def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str
             "rayStartParams": annotate({"num-cpus": "0", "num-gpus": "0"}, "the head node schedules no replicas"),
             "template": {
                 "metadata": {"labels": make_labels(unit) | {"app.kubernetes.io/component": "head"}},
-                "spec": _write_head_spec(unit),
+                "spec": _write_head_spec(unit, queue),
             },
         },
         "workerGroupSpecs": [worker],
@@ -212,9 +213,20 @@ def _write_ray_service(unit: ServiceContainers, deploy: DeployTarget, queue: str
             "serveConfigV2": annotate(
                 write_document(applications), f"the same as serve/{unit.name}.yaml, which has the comments"
             ),
-            "rayClusterConfig": cluster,
+            "rayClusterConfig": annotate(cluster, _explain_upgrade(unit, least)),
         },
     }
+
+
+def _explain_upgrade(unit: ServiceContainers, least: int) -> str:
+    """ray-operator/controllers/ray/rayservice_controller.go of KubeRay feeaf72f: shouldPrepareNewCluster."""
+    words = (
+        "another image or model starts a second cluster, which replaces this one when it is ready: it needs "
+        f"{least * unit.nodes * unit.cards} free GPUs"
+    )
+    if unit.most_replicas - unit.replicas >= least:
+        return words
+    return f"{words}, and the pool has fewer. Delete the RayService before you apply such a change"
 
 
 def _write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
@@ -237,7 +249,7 @@ def _write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget) -> Tree:
     }
 
 
-def _write_head_spec(unit: ServiceContainers) -> Tree:
+def _write_head_spec(unit: ServiceContainers, queue: str | None) -> Tree:
     container = {
         "name": "ray-head",
         "image": unit.image.name,
@@ -249,6 +261,7 @@ def _write_head_spec(unit: ServiceContainers) -> Tree:
     return {
         "terminationGracePeriodSeconds": unit.grace_s,
         "securityContext": write_security_context(unit.image),
+        **select_architecture([unit], queue),
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from bedplate.deploy.pods import Tree, make_selector, write_metadata
+from bedplate.deploy.pods import KEY, Tree, make_selector, write_metadata
 from bedplate.deploy.service_containers import MOST_TIMES, PATIENCE, ServiceContainers
 from bedplate.deploy.yaml_writer import CommentedValue, annotate
 from bedplate.values.intent import DeployTarget
@@ -41,6 +41,15 @@ def make_monitor_labels(deploy: DeployTarget) -> dict[str, object]:
 
 def write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget, path: str) -> Tree:
     endpoint: Tree = {"port": "http", "path": path, "interval": "15s"}
+    endpoints: object = [endpoint]
+    if unit.engine.requires_key(path):
+        words = f"{unit.engine.name} requires the key for its metrics, too"
+        if deploy.endpoint:
+            endpoint["authorization"] = annotate({"credentials": {"name": KEY, "key": "key"}}, words)
+        else:
+            # The Prometheus operator rejects a monitor whose Secret does not exist: pkg/assets/store.go, GetSecretKey.
+            add = f"authorization: {{credentials: {{name: {KEY}, key: key}}}}"
+            endpoints = annotate([endpoint], f"If the Secret {KEY} exists, {words}; add {add}")
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
@@ -48,7 +57,7 @@ def write_pod_monitor(unit: ServiceContainers, deploy: DeployTarget, path: str) 
         "spec": {
             "selector": {"matchLabels": make_selector(unit, leader=True)},
             "podTargetLabels": ["app.kubernetes.io/instance"],
-            "podMetricsEndpoints": [endpoint],
+            "podMetricsEndpoints": endpoints,
         },
     }
 

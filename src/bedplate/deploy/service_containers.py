@@ -129,6 +129,8 @@ class ServiceContainers:
     steps: tuple[VolumeStep, ...]
     selector: NodeSelector
     storage_class: str | None = None
+    is_read_elsewhere: bool = False
+    """Whether pods on other nodes than the engine's read the volume, too."""
 
     @property
     def sources(self) -> tuple[HubSource, ...]:
@@ -144,7 +146,8 @@ class ServiceContainers:
 
     @property
     def access_mode(self) -> str:
-        return "ReadWriteMany" if self.most_replicas > 1 or self.nodes > 1 else "ReadWriteOnce"
+        is_shared = self.most_replicas > 1 or self.nodes > 1 or self.is_read_elsewhere
+        return "ReadWriteMany" if is_shared else "ReadWriteOnce"
 
     @property
     def model_path(self) -> str:
@@ -318,6 +321,11 @@ def find_engines(supports: Callable[[Engine], object]) -> list[Engine]:
     return sorted(found, key=lambda one: (one.id != STANDARD_ENGINE, one.effort, one.id))
 
 
+def name_architecture(node: Hardware) -> str:
+    """Name the architecture of a node as the label ARCH_LABEL and the platforms of images do."""
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(node.cpu.arch, node.cpu.arch)
+
+
 def make_node_selector(
     node: Hardware, chip: Chip | None, label: str | None = None, *, on_cpu: bool = False
 ) -> NodeSelector:
@@ -329,10 +337,9 @@ def make_node_selector(
         name, value = _split_label(label)
         return NodeSelector(resource, name, (value,))
     if first is None:
-        arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(node.cpu.arch, node.cpu.arch)
         # A service that needs no GPU would take the cores of nodes that have them.
         avoids = (*PRODUCT_LABELS.values(), AMD_LABEL) if not node.accelerators else ()
-        return NodeSelector(None, "kubernetes.io/arch", (arch,), avoids)
+        return NodeSelector(None, ARCH_LABEL, (name_architecture(node),), avoids)
     if vendor == "intel":
         return NodeSelector(resource, "intel.feature.node.kubernetes.io/gpu", ("true",))
     names = chip.driver_names if chip is not None and chip.driver_names else (first.name,)
@@ -343,6 +350,7 @@ def make_node_selector(
     return NodeSelector(resource, PRODUCT_LABELS["amd" if vendor == "amd" else "nvidia"], valid)
 
 
+ARCH_LABEL = "kubernetes.io/arch"
 PRODUCT_LABELS = {"nvidia": "nvidia.com/gpu.product", "amd": "amd.com/gpu.product-name"}
 AMD_LABEL = "feature.node.kubernetes.io/amd-gpu"
 """Set by AMD's GPU operator, also on nodes with different cards, which have no label of one product."""

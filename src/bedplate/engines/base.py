@@ -219,6 +219,10 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for the interpreter and libraries."""
     device_bytes: int = 0
     """Memory of each device for the driver context, workspaces and captured graphs."""
+    context_bytes: int = 0
+    """Of these, what the process holds before it loads weights; 0: not known."""
+    layer_graph_bytes: int = 0
+    """Of these, what a layer takes in one captured CUDA graph, a layer with experts twice as much; 0: not known."""
     prefill_tokens: int | None = None
     """Prefill chunk size; `None`: the whole prompts of all requests."""
     mlp_copies: float = 3.0
@@ -608,6 +612,15 @@ class Engine:
         """Host memory in addition to weights and KV cache."""
         return self.uses.process_bytes + self.compute_activation_bytes(model, settings.context_tokens)
 
+    def count_graphs(self, settings: Settings) -> int:
+        """CUDA graphs that it captures when it starts."""
+        return 0
+
+    def compute_graph_bytes(self, model: Model, settings: Settings) -> float:
+        """Memory of the captured CUDA graphs of all layers; 0: it has none, or their memory is not known."""
+        each = self.uses.layer_graph_bytes * (2 if model.num_experts else 1)
+        return float(each * model.num_layers * self.count_graphs(settings))
+
     def compute_activation_bytes(self, model: Model, prompt_tokens: int) -> float:
         """Memory for 16-bit activations during prefill, on a device that holds the full width."""
         tokens = min(prompt_tokens, self.uses.prefill_tokens or prompt_tokens)
@@ -632,6 +645,11 @@ class Engine:
         """The environment variable for the key of its private port when bedplate starts it; `None`: it has no key."""
         return WRAPPER_KEY_VARIABLE if self.is_wrapped else self.key_variable
 
+    def requires_key(self, path: str) -> bool:
+        """Whether its own server, with a key in `key_variable`, refuses requests for this path without the key."""
+        port = self.private_port
+        return port is not None and port.key_checked_by == "engine" and path not in port.open_paths
+
     def count_launch_cards(self, launch: PlannedLaunch) -> int | None:
         """The accelerators that the command line asks for; `None` if it does not say."""
         names = self.launch_options.cards
@@ -651,6 +669,10 @@ class Engine:
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         """Whether it has this layout for this architecture; `hosts` are those of one replica."""
+        return True
+
+    def accepts_adapters(self, layout: Parallelism) -> bool:
+        """Whether it serves LoRA adapters in this layout."""
         return True
 
     def count_layers_by_card(self, launch: PlannedLaunch) -> tuple[int, ...]:

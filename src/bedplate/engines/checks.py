@@ -97,6 +97,16 @@ def explain_old_method(launch: PlannedLaunch, method: str, least: tuple[int, int
     return f"{method} weights need compute capability {needed}; this one is {format_capability(launch)}"
 
 
+FP8_EXPERTS_LEAST = (8, 9)
+"""Triton compiles its kernels for experts with FP8 weights and activations only from this compute capability on."""
+
+
+def lacks_expert_kernels(model: Model, capability: tuple[int, int] | None) -> bool:
+    """Whether these are FP8 experts that Triton's kernels would compute on an NVIDIA GPU without FP8 units."""
+    old = capability is not None and capability < FP8_EXPERTS_LEAST
+    return old and bool(model.num_experts) and (model.quantization or "").upper() == "FP8"
+
+
 def explain_packing(
     launch: PlannedLaunch, method: str, bits: Mapping[str, frozenset[int]], groups: frozenset[int] | None = None
 ) -> str | None:

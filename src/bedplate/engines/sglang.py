@@ -26,6 +26,7 @@ from bedplate.engines.checks import (
     explain_old_method,
     explain_packing,
     format_capability,
+    lacks_expert_kernels,
 )
 from bedplate.engines.knobs import (
     apply_tuned_options,
@@ -39,6 +40,7 @@ from bedplate.engines.mistakes import BAD_TOKENS, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
+    CONTEXT_BYTES,
     DATA_NOT_FOR_SERVING,
     HUB,
     NOT_FOR_TEXT,
@@ -109,10 +111,10 @@ CHUNKS, SHARES = (512, 1024, 2048, 4096, 8192, 16384), (0.8, 0.85, 0.9)
 # python/sglang/kernels/aot/setup_rocm.py of v0.5.18.
 GFX = ("gfx942", "gfx950", "gfx1250")
 SUPPORTED_METHODS = frozenset([
-    "fp8", "nvfp4", "mixed", "mxfp4", "mxfp8", "compressed-tensors", "awq", "gptq", "auto-round", "bitsandbytes",
-    "torchao", "quark", "mxfp4 experts, fp8",
+    "fp8", "modelopt", "nvfp4", "mixed", "mxfp4", "mxfp8", "compressed-tensors", "awq", "gptq", "auto-round",
+    "bitsandbytes", "torchao", "quark", "mxfp4 experts, fp8",
 ])  # fmt: skip
-ROCM_METHODS = SUPPORTED_METHODS - {"nvfp4", "mixed", "bitsandbytes", "mxfp8"}
+ROCM_METHODS = SUPPORTED_METHODS - {"modelopt", "nvfp4", "mixed", "bitsandbytes", "mxfp8"}
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
     "deepseek-r1-distill": Parsers(None, "deepseek-r1"),
@@ -225,7 +227,7 @@ OVERLAY_0_5_15 = OverlayRecipe(
     "attention, November 2026",
 )
 
-CUDA_LEAST: Mapping[str, tuple[int, int]] = {"mxfp8": (10, 0)}
+CUDA_LEAST: Mapping[str, tuple[int, int]] = {"modelopt": (8, 9), "mxfp8": (10, 0)}
 """Methods that need more than the kernels of the wheel (get_min_capability in srt/layers/quantization of 0.5.23)."""
 _METHODS = "srt/layers/quantization of 0.5.23"
 QUANTIZATIONS = (
@@ -271,6 +273,13 @@ def check_method(launch: PlannedLaunch) -> str | None:
     if method not in (SUPPORTED_METHODS if launch.device == "cuda" else ROCM_METHODS):
         return f"{launch.loaded.quantization} weights are not a method that it supports on {launch.device}"
     return explain_old_method(launch, method, CUDA_LEAST.get(method) if launch.device == "cuda" else None)
+
+
+def check_expert_kernels(launch: PlannedLaunch) -> str | None:
+    """FP8 experts need compute capability 8.9: they are computed by Triton, not by Marlin kernels as dense layers."""
+    if launch.device != "cuda" or not lacks_expert_kernels(launch.loaded, launch.capability):
+        return None
+    return f"FP8 experts need compute capability 8.9; this one is {format_capability(launch)}"
 
 
 PACKED_BITS: Mapping[str, frozenset[int]] = {"awq": frozenset([4]), "gptq": frozenset([2, 3, 4, 8])}
@@ -365,6 +374,8 @@ def check_adapters(launch: PlannedLaunch) -> str | None:
 LAUNCH_RULES = (
     LaunchRule("sglang.quantization", "srt/model_loader/loader.py of 0.5.23: get_min_capability", check_method,
                "the same model in another quantization"),
+    LaunchRule("sglang.fp8-experts", "srt/layers/quantization/fp8.py of 0.5.23: Fp8MoEMethod.create_moe_runner; "
+               "sgl-project/sglang/issues/38291", check_expert_kernels, "weights in 4 bits, or vLLM"),
     LaunchRule("sglang.packing", "srt/layers/quantization/awq/awq.py and gptq/gptq.py of cce0a12 (August 2026): "
                "weight_bits", check_packing, "the same model in another quantization"),
     LaunchRule("sglang.architecture", "srt/models/registry.py of 0.5.23", check_architecture, "another engine"),
@@ -450,6 +461,8 @@ class Sglang(Engine):
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=3_000_000_000,
+        context_bytes=CONTEXT_BYTES,
+        layer_graph_bytes=250_000,
         prefill_tokens=8192,
         share=0.88,
         spread=0.5,
@@ -573,7 +586,8 @@ class Sglang(Engine):
             return (choose_plain_weights(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
-            return (as_it_is,) if self.find_quantization(method, target) is not None else ()
+            lacks = target.device == "cuda" and lacks_expert_kernels(model, target.capability)
+            return (as_it_is,) if self.find_quantization(method, target) is not None and not lacks else ()
         found = [choose_plain_weights(label, target)]
         if workload.adapters and model.num_experts:
             return tuple(found)
@@ -584,6 +598,19 @@ class Sglang(Engine):
                 found.append(Weights(label="NVFP4", made="converted", format="safetensors"))
             found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
         return tuple(found)
+
+    def count_graphs(self, settings: Settings) -> int:
+        """As srt/server_args.py of 0.5.15 counts: the sizes of decoding steps and, up to the context, of prompts."""
+        if settings.device != "cuda":
+            return 0
+        steps = [1, 2, 4, 8, 12, *range(16, 257, 8)]
+        prompts = [
+            *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64),
+            *range(1280, 4097, 256), *range(4608, 8193, 512),
+        ]  # fmt: skip
+        longest = min(settings.batch_tokens or 8192, settings.context_tokens)
+        captured = [size for size in steps if size <= settings.slots]
+        return len(captured) + len([size for size in prompts if size <= longest])
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)
@@ -611,6 +638,9 @@ class Sglang(Engine):
 
     def accepts_layout(self, model: Model, layout: Parallelism, hosts: int) -> bool:
         return layout.tensor * layout.pipeline % hosts == 0
+
+    def accepts_adapters(self, layout: Parallelism) -> bool:
+        return layout.attention_data == 1
 
     def _get_adapter_options(self, plan: Plan) -> list[str]:
         work = plan.workload

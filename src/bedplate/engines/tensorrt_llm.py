@@ -158,7 +158,7 @@ _KNOWN_FAILURES: FailurePatterns = (
 _MATRIX = "docs/source/features/quantization.md (2026), for 1.2.1: Hardware Support Matrix"
 QUANTIZATIONS = (
     # Scales of blocks: only Hopper and data-centre Blackwell (sm_100, sm_103).
-    *make_rows(_MATRIX, "cuda", ["fp8"], least=_ADA),
+    *make_rows(_MATRIX, "cuda", ["fp8", "modelopt"], least=_ADA),
     *make_rows(_MATRIX, "cuda", ["fp8 in blocks"], least=_HOPPER, below=(12, 0)),
     *make_rows(_MATRIX, "cuda", ["nvfp4", "mixed"], least=_BLACKWELL),
     # The matrix lists only Blackwell; the guide has Triton kernels for Hopper.

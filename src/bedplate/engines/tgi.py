@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from bedplate.engines.base import SIXTEEN_BIT, ComputeTarget, Engine, EngineState, Features, KnownFailure, MemoryUse
-from bedplate.engines.checks import LaunchRule, PlannedLaunch
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, format_capability, lacks_expert_kernels
 from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shared import (
     HUB,
@@ -67,7 +67,9 @@ ARCHITECTURES = frozenset([
     "santacoder", "bloom", "mpt", "gpt2", "gpt_neox", "gptj", "idefics", "mllama",
     "qwen3", "qwen3_moe", "olmo2", "glm4", "cohere2", "stablelm",
 ])  # fmt: skip
-QUANTIZE_VALUES = {"awq": "awq", "gptq": "gptq", "fp8": "fp8", "compressed-tensors": "compressed-tensors"}
+QUANTIZE_VALUES = {
+    "awq": "awq", "gptq": "gptq", "fp8": "fp8", "modelopt": "fp8", "compressed-tensors": "compressed-tensors",
+}  # fmt: skip
 """Values of --quantize for weights that are already quantized."""
 _KNOWN_FAILURES: FailurePatterns = (
     (
@@ -115,11 +117,20 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
     return f"TGI does not have the architecture {launch.model.architecture}"
 
 
+def check_expert_kernels(launch: PlannedLaunch) -> str | None:
+    """FP8 experts need compute capability 8.9: Triton computes them with FP8 activations."""
+    if launch.device != "cuda" or not lacks_expert_kernels(launch.loaded, launch.capability):
+        return None
+    return f"FP8 experts need compute capability 8.9; this one is {format_capability(launch)}"
+
+
 RULE_SOURCES = {"adapters.loaded": "launcher/src/main.rs of v3.3.7: lora_adapters"}
 LAUNCH_RULES = (
     LaunchRule("tgi.input-tokens", "launcher/src/main.rs of v3.3.7: max_input_tokens", check_input_tokens),
     LaunchRule("tgi.architecture", "server/text_generation_server/models/__init__.py of v3.3.7", check_architecture),
-)
+    LaunchRule("tgi.fp8-experts", "server/text_generation_server/layers/moe/fp8.py of v3.3.7: use_fp8_w8a8",
+               check_expert_kernels, "weights in 4 bits, or vLLM"),
+)  # fmt: skip
 
 
 QUANTIZATIONS = (
@@ -127,7 +138,8 @@ QUANTIZATIONS = (
     *make_rows("server/text_generation_server/layers/compressed_tensors of v3.3.7; layers/marlin/util.py", "cuda",
                ["compressed-tensors"], least=(8, 0)),
     # Without FP8 units, Marlin kernels dequantize it.
-    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["fp8"], least=(8, 0)),
+    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["fp8", "modelopt"],
+               least=(8, 0)),
     *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "cuda", ["FP8 while loading"], units="fp8"),
     *make_rows("server/text_generation_server/layers/eetq.py, bnb.py of v3.3.7", "cuda",
                ["INT8 while loading", "NF4 while loading"]),
@@ -135,8 +147,8 @@ QUANTIZATIONS = (
                ["awq", "gptq"]),
     *make_rows("server/text_generation_server/layers/compressed_tensors/w8an_fp.py of v3.3.7, FP8 only", "rocm",
                ["compressed-tensors"], units="fp8"),
-    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "rocm", ["fp8", "FP8 while loading"],
-               units="fp8"),
+    *make_rows("server/text_generation_server/layers/fp8.py of v3.3.7", "rocm",
+               ["fp8", "modelopt", "FP8 while loading"], units="fp8"),
 )  # fmt: skip
 
 
@@ -217,7 +229,8 @@ class Tgi(Engine):
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         if method != "16-bit":
-            runs = method in QUANTIZE_VALUES and _has_kernels(label, method, target)
+            lacks = target.device == "cuda" and lacks_expert_kernels(model, target.capability)
+            runs = method in QUANTIZE_VALUES and _has_kernels(label, method, target) and not lacks
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
         found = [choose_plain_weights(label, target)]
         if "fp8" in target.features:

@@ -37,6 +37,7 @@ from bedplate.engines.mistakes import BAD_TOKENS, TEXT_ONLY, TOO_LONG
 from bedplate.engines.parsers import Parsers, find_parsers
 from bedplate.engines.quantizations import EightBitCache, SupportedQuantization, make_rows
 from bedplate.engines.shared import (
+    CONTEXT_BYTES,
     DATA_NOT_FOR_SERVING,
     FLOAT32_ONLY,
     GIB,
@@ -145,7 +146,8 @@ GFX = (
     "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201", "gfx1250",
 )  # fmt: skip
 CUDA_LEAST: Mapping[str, tuple[int, int]] = {
-    "fp8": (7, 5), "nvfp4": (7, 5), "mixed": (7, 5), "mxfp4": (8, 0), "mxfp8": (8, 0), "compressed-tensors": (7, 5),
+    "fp8": (7, 5), "modelopt": (8, 0), "nvfp4": (7, 5), "mixed": (7, 5), "mxfp4": (8, 0), "mxfp8": (8, 0),
+    "compressed-tensors": (7, 5),
     "awq": (7, 5), "gptq": (7, 5), "auto-round": (7, 5), "torchao": (7, 5), "quark": (8, 0),
     "mxfp4 experts, fp8": (8, 9),
 }  # fmt: skip
@@ -160,7 +162,7 @@ SUPPORTED_METHODS: Mapping[str, frozenset[str]] = {
     "hpu": GAUDI_METHODS,
 }
 """supported_quantization in platforms/rocm.py and xpu.py; for CPUs docs/features/quantization (v0.28.0rc2)."""
-NEEDS_FP8_UNITS = frozenset(["fp8", "mxfp8", "mxfp4 experts, fp8"])
+NEEDS_FP8_UNITS = frozenset(["fp8", "modelopt", "mxfp8", "mxfp4 experts, fp8"])
 """On AMD there are no kernels that dequantize these."""
 PARSERS: Mapping[str, Parsers] = {
     "hermes": Parsers("hermes"),
@@ -534,14 +536,24 @@ def check_runner(launch: PlannedLaunch) -> str | None:
     return f"the task is {launch.plan.workload.task}, but the runner is {'pooling' if pooling else 'generate'}"
 
 
+def _divides_sequences(tensor: int, data: int, expert: int) -> bool:
+    """Whether the tensor ranks of each data-parallel rank divide the tokens among them, for which LoRA of experts has
+    no kernels (use_sequence_parallel_moe)."""
+    return min(tensor, data, expert) > 1
+
+
 def check_adapters(launch: PlannedLaunch) -> str | None:
-    """LoRA adapters need an architecture that has them, for experts a GPU, and a rank that vLLM offers."""
+    """LoRA adapters need an architecture that has them, a rank that vLLM offers, and for experts a GPU and a layout
+    without tensor and data parallelism at once."""
     if "--enable-lora" not in launch.options:
         return None
     if launch.model.architecture in NO_ADAPTERS:
         return f"the architecture {launch.model.architecture} has no LoRA adapters"
     if launch.device == "cpu" and launch.model.num_experts:
         return "LoRA adapters of experts have no kernels for a CPU"
+    tensor, data = launch.get_count("--tensor-parallel-size"), launch.get_count("--data-parallel-size")
+    if _divides_sequences(tensor, data, 2 if "--enable-expert-parallel" in launch.options else 1):
+        return f"LoRA adapters of experts have no kernels for tensor parallel {tensor} with data parallel {data}"
     rank, slots = launch.get_count("--max-lora-rank", 16), launch.get_count("--max-loras")
     if rank not in ADAPTER_RANKS:
         return f"--max-lora-rank {rank} is not one of {', '.join(map(str, ADAPTER_RANKS))}"
@@ -578,7 +590,8 @@ LAUNCH_RULES = (
     LaunchRule("vllm.attention-stages", "engine/arg_utils.py of v0.26.1rc0-1114-ga014e35: local_world_size // "
                "world_size_within_dp", check_attention_stages, "attention replicas without pipeline stages"),
     LaunchRule("vllm.adapters", "config/lora.py of 0.32.0: MaxLoRARanks, max_cpu_loras; "
-               "v1/worker/lora_model_runner_mixin.py: load_lora_model; lora/punica_wrapper/punica_cpu.py",
+               "v1/worker/lora_model_runner_mixin.py: load_lora_model; lora/punica_wrapper/punica_cpu.py; "
+               "lora/layers/fused_moe.py: _ep_check",
                check_adapters, "an engine that serves LoRA adapters of this model"),
     LaunchRule("vllm.runner", "config/model.py of 0.32.0: runner_type", check_runner),
 )  # fmt: skip
@@ -659,6 +672,8 @@ class Vllm(Engine):
     uses = MemoryUse(
         process_bytes=3_600_000_000,
         device_bytes=2_500_000_000,
+        context_bytes=CONTEXT_BYTES,
+        layer_graph_bytes=200_000,
         prefill_tokens=LARGE_BATCH_TOKENS,
         share=0.92,
         share_of="total",
@@ -789,6 +804,9 @@ class Vllm(Engine):
             return False
         return layout.pipeline == 1 or model.architecture not in NO_PIPELINE
 
+    def accepts_adapters(self, layout: Parallelism) -> bool:
+        return not _divides_sequences(layout.tensor // layout.attention_data, layout.attention_data, layout.expert)
+
     def adapt_to_hardware(self, hardware: Hardware) -> Engine:
         target = None if self.is_version_named else self.find_target(hardware)
         if target is None or target.device not in ("hpu", "tt"):
@@ -849,6 +867,14 @@ class Vllm(Engine):
                 found.append(Weights(label="NVFP4", made="converted", format="safetensors"))
             found.append(Weights(label="AWQ-INT4", made="converted", format="safetensors"))
         return tuple(found)
+
+    def count_graphs(self, settings: Settings) -> int:
+        """Sizes as in config/vllm.py of 0.26.0: each is captured in pieces, those for decoding as a whole as well."""
+        if settings.device != "cuda":
+            return 0
+        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, GRAPH_TOKENS + 1, 16)]
+        captured = [size for size in sizes if size <= (settings.graph_tokens or GRAPH_TOKENS)]
+        return len(captured) + len([size for size in captured if size <= settings.slots])
 
     def settle(self, hardware: Hardware, model: Model, workload: Workload) -> Settings:
         settings = set_default_context(super().settle(hardware, model, workload), model, workload)

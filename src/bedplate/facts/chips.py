@@ -322,6 +322,13 @@ COUNT_FIRST = re.compile(r"\s*([0-9]{1,5})(?:\s*[x*]\s*(?=[^\s0-9])|\s+[x*]\s+(?
 BARE_COUNT = re.compile(r"\s*([0-9]{1,4})\s+(?=[a-zA-Z]|[0-9]{4}(?![0-9]))")
 TAIL_OF_MODEL = re.compile(r"xtx?(?![a-z0-9])")
 COUNT_LAST = re.compile(r"\s*(?:\*\s*|(?<=\s)x\s*|x)([0-9]{1,5})\s*$")
+COUNT_BRACKETED = re.compile(r"\s*\(\s*x?\s*([0-9]{1,5})\s*x?\s*\)\s*$")
+COUNT_WORDS = {
+    "one": 1, "single": 1, "two": 2, "dual": 2, "pair of": 2, "three": 3, "triple": 3, "four": 4, "quad": 4, "five": 5,
+    "six": 6, "seven": 7, "eight": 8, "ten": 10, "twelve": 12, "sixteen": 16,
+}  # fmt: skip
+COUNT_OF_SOCKETS = re.compile(r"[\s,(]*(two|dual|four|quad|eight|[0-9]{1,2})[\s-]*sockets?\)?\s*$")
+COUNT_IN_WORDS = re.compile(rf"\s*(?:a\s+)?({'|'.join(COUNT_WORDS)})[\s-]+(?:x\s+)?(?=\S)")
 MEMORY = re.compile(r"(?<![a-z0-9.])([0-9]{1,5}(?:\.[0-9]{1,3})?)\s?(t|g)(?:i?b)?(?![a-z0-9/])")
 CORES = re.compile(r"(?<![a-z0-9])([0-9]{1,3})[\s-]?cores?(?![a-z])(?:\s+gpu)?")
 CLOCK = re.compile(r"@?\s*[0-9.]+\s*ghz")
@@ -376,7 +383,13 @@ def _parse_name(text: str) -> _ParsedName:
 
 
 def _split_count(text: str) -> tuple[int | None, str]:
-    """The count and the name in "8x H100 SXM", "4 × RTX 4090", "h100*8", "H100 x8"."""
+    """The count and the name in "8x H100 SXM", "4 × RTX 4090", "two RTX 3090", "h100*8", "H100 x8", "H100 (8x)"."""
+    if found := COUNT_IN_WORDS.match(text):
+        return COUNT_WORDS[found[1]], text[found.end() :]
+    if found := COUNT_BRACKETED.search(text):
+        return int(found[1]), text[: found.start()]
+    if found := COUNT_OF_SOCKETS.search(text):
+        return COUNT_WORDS.get(found[1]) or int(found[1]), text[: found.start()]
     # "7900 XTX" is a card, not 7900 of something.
     if (found := COUNT_FIRST.match(text)) and not TAIL_OF_MODEL.match(text, found.end() - 1):
         return int(found[1]), text[found.end() :]

@@ -18,7 +18,7 @@ import msgspec
 from bedplate.errors import UsageError
 from bedplate.facts.hf_config import read_anatomy, read_config, sum_weights
 from bedplate.facts.hf_fields import Config, InvalidConfig, Weight, escape_value
-from bedplate.facts.quantization import FP8, MXFP4, MXFP8, NVFP4, Storage, StorageScheme
+from bedplate.facts.quantization import FP8, MODELOPT, MXFP4, MXFP8, NVFP4, Storage, StorageScheme
 from bedplate.values import Model, replace_fields
 from bedplate.values.intent import ModelFacts
 from bedplate.values.model import ModelPart, Quantization, Task, TensorGroup
@@ -294,7 +294,7 @@ def is_chat_model(name: str) -> bool:
 def _build_model(name: str, variant: ModelVariant) -> Model:
     model = _build_plain_model(name, variant)
     if variant.scheme:
-        model = apply_label(model, variant.scheme, variant)
+        model = _with_owners_method(apply_label(model, variant.scheme, variant))
     stored = variant.stored
     if stored is None:
         return model
@@ -407,7 +407,15 @@ def _compute_cache_by_shape(given: Config, active_b: float) -> int:
 def quantize_by_name(model: Model) -> Model:
     """A model whose quantization is stated only in its name, such as GLM-5-NVFP4."""
     label = parse_model_name(model.name).label
-    return apply_label(model, label) if label and label not in ("BF16", "F16") else model
+    return _with_owners_method(apply_label(model, label)) if label and label not in ("BF16", "F16") else model
+
+
+def _with_owners_method(model: Model) -> Model:
+    """NVIDIA's repositories with FP8 weights are made with ModelOpt."""
+    details = model.quantization_details
+    if details is None or details.method != "fp8" or not model.name.lower().startswith("nvidia/"):
+        return model
+    return replace_fields(model, quantization_details=replace_fields(details, method=MODELOPT))
 
 
 _WORDS: dict[str, tuple[str, StorageScheme]] = {

@@ -40,7 +40,7 @@ class NamedMachine(Record, frozen=True, kw_only=True):
             "accelerator": self.accelerator,
             "cpu": self.cpu,
             "count": None if self.count is None else self.count * machines,
-            "gpus_per_node": self.gpus_per_node or (self.count if machines > 1 else None),
+            "gpus_per_node": self.gpus_per_node or (self.count if machines > 1 or self.hosts == 1 else None),
             "cores": self.cores,
             "ram_gb": self.ram_gb,
         }

@@ -44,6 +44,8 @@ class StorageScheme:
         return round(total) * weight.copies
 
 
+MODELOPT = "modelopt"
+"""Method of FP8 weights by NVIDIA's ModelOpt, for which engines have a loader that needs newer GPUs."""
 FP8 = StorageScheme("FP8", 8)
 NVFP4 = StorageScheme("NVFP4", 4, 16, 8)
 MXFP4 = StorageScheme("MXFP4", 4, 32, 8)
@@ -171,6 +173,7 @@ def _read_rules(
         return details, lambda weight: scheme if weight.cols > 1 and weight.part not in ("norms", "vision") else None
     scheme = _choose_scheme(method, algorithm, config)
     name = "nvfp4" if scheme.label == "NVFP4" else method if method and method != "modelopt" else scheme.label.lower()
+    name = MODELOPT if scheme.label == "FP8" and algorithm else name  # only ModelOpt names an algorithm
     experts = MXFP4 if expert_dtype == "fp4" and method == "fp8" else None
     only_experts = method == "mxfp4"
 

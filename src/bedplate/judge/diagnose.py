@@ -20,7 +20,7 @@ from bedplate.judge.findings import collect_evidence, list_unknowns, write_sente
 from bedplate.judge.observed import break_down_cells, find_single_request, list_disturbances
 from bedplate.judge.roofline import Roofline, build_roofline
 from bedplate.judge.spending import attribute_time
-from bedplate.values.diagnosis import Bottleneck, Diagnosis, SuggestedChange
+from bedplate.values.diagnosis import Bottleneck, Diagnosis, Limit, SuggestedChange
 from bedplate.values.run import Cell
 
 __all__ = ["Roofline", "build_roofline", "diagnose", "diagnose_subject", "group_by_subject"]
@@ -55,11 +55,14 @@ def _advise_idle_machine(cells: Sequence[Cell]) -> tuple[SuggestedChange, ...]:
     return (SuggestedChange(kind="measure", text=text),)
 
 
-def diagnose_subject(cells: Sequence[Cell], roofline: Roofline) -> Bottleneck:
-    """The bottleneck of one subject; its cells have different loads."""
+def diagnose_subject(cells: Sequence[Cell], roofline: Roofline, named: Limit | None = None) -> Bottleneck:
+    """The bottleneck of one subject; its cells have different loads.
+
+    `named`: the bottleneck that was named a moment ago. It stays until another one is clear.
+    """
     alone = find_single_request(cells)
     breakdowns = list(zip(cells, break_down_cells(cells, alone), strict=True))
-    loads = tuple(attribute_time(cell, breakdown, roofline) for cell, breakdown in breakdowns)
+    loads = tuple(attribute_time(cell, breakdown, roofline, named) for cell, breakdown in breakdowns)
     heaviest = max(
         (number for number, one in enumerate(loads) if one.limit is not None),
         key=lambda number: cells[number].load.concurrency or 0,

@@ -47,7 +47,8 @@ def write_sentence(attribution: LoadDiagnosis) -> str:
     text = f"{name} is the bottleneck with {where}: {share:.0%} of the request time."
     if not attribution.clear:
         second = next(one.limit for one in attribution.spent if one.limit != attribution.limit)
-        text += f" The margin is small: {second} is a close second."
+        is_less = sum(one.share for one in attribution.spent if one.limit == second) <= share
+        text += f" The margin is small: {second} {'is a close second' if is_less else 'takes about as long'}."
     return text
 
 

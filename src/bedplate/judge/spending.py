@@ -21,7 +21,10 @@ ALL_REDUCE_S = 12e-6
 """Assumed latency of one all-reduce within a node."""
 
 
-def attribute_time(cell: Cell, breakdown: RequestBreakdown | None, roofline: Roofline) -> LoadDiagnosis:
+def attribute_time(
+    cell: Cell, breakdown: RequestBreakdown | None, roofline: Roofline, named: Limit | None = None
+) -> LoadDiagnosis:
+    """`named`: the bottleneck that was named before. It stays until another one is clear."""
     if breakdown is None:
         return LoadDiagnosis(cell=cell.id, load=cell.load, limit=None, why=_explain_unusable(cell))
     spent = sorted(_list_time_parts(cell, breakdown, roofline), key=lambda one: one.ms, reverse=True)
@@ -29,6 +32,8 @@ def attribute_time(cell: Cell, breakdown: RequestBreakdown | None, roofline: Roo
     for one in spent:
         totals[one.limit] = totals.get(one.limit, 0.0) + one.ms
     order = sorted(totals, key=lambda limit: totals[limit], reverse=True)
+    if named in totals and totals[order[0]] < CLEAR * totals[named]:
+        order = [named, *(limit for limit in order if limit != named)]
     why = _explain_unclear_overhead(roofline) if order[0] == "runtime overhead" else None
     return LoadDiagnosis(
         cell=cell.id,

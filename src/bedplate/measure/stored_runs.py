@@ -13,10 +13,11 @@ from bedplate.decide.evidence import (
     calibrate,
     compute_speed_ratios,
     get_engine_name,
+    list_measured_workloads,
 )
 from bedplate.errors import UsageError
 from bedplate.measure.summary import summarize_cell
-from bedplate.values import Hardware, Workload
+from bedplate.values import Hardware
 from bedplate.values.evidence import StoredEvidence
 from bedplate.values.run import Exclusion, Run
 from bedplate.values.stored_runs import DiscardedRun, PlanEffect, RunDetails, RunKind, StoredCell, StoredRun
@@ -176,12 +177,11 @@ class _EffectFinder:
 def _find_replacements(evidence: StoredEvidence) -> dict[tuple[str, str], BetterEngine]:
     """The best measured alternative to each measured engine and model, under the loads that it was measured with."""
     found: dict[tuple[str, str], BetterEngine] = {}
-    for one in evidence.results:
+    for one in list_measured_workloads(evidence.results, evidence.verdicts):
         known = MachineEvidence(
             results=tuple(other for other in evidence.results if other.model == one.model),
             verdicts=tuple(verdict for verdict in evidence.verdicts if verdict.model == one.model),
         )
-        work = Workload(concurrency=one.concurrency, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens)
-        if better := known.find_better(one.engine, one.quantization, work):
+        if better := known.find_better(one.engine, one.quantization, one.workload):
             found.setdefault((one.engine, one.model), better[0])
     return found

@@ -508,6 +508,7 @@ def make_result(cell: Cell) -> Result | None:
         concurrency=cell.load.concurrency,
         prompt_tokens=cell.load.prompt_tokens,
         output_tokens=cell.load.output_tokens,
+        shared_prefix_tokens=cell.load.shared_prefix_tokens,
         ttft_ms=_get_percentile(found.ttft_ms, "p50"),
         tpot_ms=_get_percentile(found.tpot_ms, "p50"),
         output_tok_s=found.output_tok_s,

@@ -25,7 +25,7 @@ from bedplate.measure.watch import (
     measure_memory_bytes,
 )
 from bedplate.page.actions import PageActions
-from bedplate.page.binding import diagnose_window
+from bedplate.page.binding import NamedBottleneck, diagnose_window, keep_bottleneck
 from bedplate.page.deviations import list_deviations
 from bedplate.page.live import WINDOW_S, LiveRecorder, ModelSnapshot, RequestCounts, summarize_times
 from bedplate.run.gateway.pages import PageRequest, PageResponse, respond_error, respond_json
@@ -109,7 +109,7 @@ class LiveFigures:
         self._seen: dict[str, EngineReading] = {}
         self._states: dict[str, deque[EngineState]] = {}
         self._metrics: dict[tuple[str, str | None], EngineMetrics] = {}
-        self._bindings: dict[str, LiveBottleneck] = {}
+        self._bindings: dict[str, NamedBottleneck] = {}
         self._verdict: LastVerdict | None = None
         # Opened before the first engine starts: GPU memory that is already in use belongs to other processes.
         self._cards = GpuMeter.open_driver() if host.hardware.accelerators else None
@@ -164,7 +164,7 @@ class LiveFigures:
             inputs = {
                 name: one for name, service in self.host.services.items() if (one := self._to_diagnosis_input(service))
             }
-            self._bindings = await asyncio.to_thread(diagnose_models, inputs, self.host.hardware)
+            self._bindings = await asyncio.to_thread(diagnose_models, inputs, self.host.hardware, self._bindings)
             names = tuple({one.readied.decided.facts.name for one in self.host.services.values()})
             self._verdict = await asyncio.to_thread(find_last_verdict, self.host.hardware, names)
         return time.monotonic() - began
@@ -270,9 +270,10 @@ class LiveFigures:
     def _get_binding(self, service: HostedService) -> LiveBottleneck:
         if service.state != "ready":
             return LiveBottleneck(text=f"No bottleneck: {service.name} is {service.state}.")
-        return self._bindings.get(service.name) or LiveBottleneck(
-            text="Unknown: the first measurement is not complete yet."
-        )
+        found = self._bindings.get(service.name)
+        if found is None:
+            return LiveBottleneck(text="Unknown: the first measurement is not complete yet.")
+        return found.found
 
     def _describe_engine(self, engine: HostedEngine, service: HostedService) -> LiveEngine:
         backend, seen = engine.backend, self._seen.get(engine.id, EngineReading())
@@ -427,12 +428,21 @@ def _read_gpu_bytes(trees: Mapping[str, Sequence[int]], cards: GpuMeter | None) 
     return found
 
 
-def diagnose_models(inputs: Mapping[str, DiagnosisInput], hardware: Hardware) -> dict[str, LiveBottleneck]:
-    """The bottleneck of each model. Blocks."""
-    return {
-        name: diagnose_window(one.tallies, one.recent, one.plan, one.slots, hardware, one.states)
-        for name, one in inputs.items()
-    }
+def diagnose_models(
+    inputs: Mapping[str, DiagnosisInput],
+    hardware: Hardware,
+    before: Mapping[str, NamedBottleneck],
+    now_s: float | None = None,
+) -> dict[str, NamedBottleneck]:
+    """The bottleneck of each model; `before`: those that were found last. Blocks."""
+    now_s = time.time() if now_s is None else now_s
+    found = {}
+    for name, one in inputs.items():
+        last = before.get(name)
+        named = last.get_limit(one.plan, one.slots, now_s) if last is not None else None
+        new = diagnose_window(one.tallies, one.recent, one.plan, one.slots, hardware, one.states, now_s, named)
+        found[name] = keep_bottleneck(new, last, one.plan, one.slots, now_s)
+    return found
 
 
 def find_last_verdict(hardware: Hardware, models: Sequence[str]) -> LastVerdict | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import RenderableType
-from rich.text import Text
 
-from bedplate.show.decision import make_page
+from bedplate.show.columns import SourcedTable
 from bedplate.values.bundle import (
     TOP,
     Bundle,
@@ -100,9 +99,9 @@ def render_checked(path: Path, bundle: Bundle | TargetBundle | ClusterBundle, by
 
 
 def _make_page(rows: list[tuple[str, str, str]]) -> RenderableType:
-    table = make_page()
+    table = SourcedTable()
     for label, text, aside in rows:
-        table.add_row(Text(label, style="bold"), Text(text), Text(aside, style="dim"))
+        table.add_row(label, text, aside)
     return table
 
 

@@ -1,15 +1,18 @@
-"""Tables for narrow terminals: columns that do not fit go to a second table below the first."""
+"""Tables for narrow terminals: columns that do not fit go to a second table below the first, or are left out; a column
+of sources is written behind the texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 GAP = 2
+THREE_COLUMNS = 100
+"""Width from which a text and its source have a column each: two narrow columns would break the names of files."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,57 @@ class FittingTable:
                 break
             kept = [column for column in kept if column.name != name]
         return tuple(kept)
+
+
+@dataclass(frozen=True)
+class _SourcedRow:
+    label: str
+    name: str
+    text: Text
+    source: Text
+
+
+@dataclass
+class SourcedTable:
+    """Three columns: label, text, source. In a narrow terminal the source follows the text."""
+
+    rows: list[_SourcedRow] = field(default_factory=list)
+
+    def add_row(self, label: str, text: str | Text, source: str | Text = "", *, name: str = "") -> None:
+        """A text about `name` begins behind it, and its further lines begin there too."""
+        # As Text, because names from files may contain brackets, which rich would read as markup.
+        text, source = (one if isinstance(one, Text) else Text(one) for one in (text, source))
+        self.rows.append(_SourcedRow(label, name, text, source))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table.grid(padding=(0, 2, 0, 1))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold", max_width=96)
+        if options.max_width >= THREE_COLUMNS:
+            table.add_column(style="dim", overflow="fold", max_width=48)
+        for row in self.rows:
+            if options.max_width >= THREE_COLUMNS:
+                table.add_row(row.label, _put_behind(row.name, row.text), row.source)
+            else:
+                table.add_row(row.label, _put_behind(row.name, _append_source(row.text, row.source)))
+        yield table
+
+
+def _put_behind(name: str, text: Text) -> Text | Table:
+    if not name:
+        return text
+    pair = Table.grid(padding=(0, 1, 0, 0))
+    pair.add_column(style="bold", no_wrap=True, min_width=12)
+    pair.add_column(overflow="fold")
+    pair.add_row(name, text)
+    return pair
+
+
+def _append_source(text: Text, source: Text) -> Text:
+    if not source.plain.strip():
+        return text
+    words = Text.assemble(" · ", source, style="dim") if text.plain else source
+    return Text.assemble(text, words)
 
 
 def _make_table(columns: Sequence[Column]) -> Table:

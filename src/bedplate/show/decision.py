@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from bedplate.decide.case import with_model_task
 from bedplate.decide.questions import DecisionChange, describe_layout
 from bedplate.decide.rules import RULES_PAGE
+from bedplate.show.columns import SourcedTable
 from bedplate.show.probe import describe_hardware
 from bedplate.values import Challenger, Decision, Figure, Fit, Hardware, Model, NodeLaunch, Reason, Refusal, Workload
 from bedplate.values.quoting import join_shell, quote_shell
@@ -25,21 +28,12 @@ SHOWN_REASONS = 3
 """Reasons for refusals that `serve` shows."""
 
 
-def make_page() -> Table:
-    """Three columns: label, text, source."""
-    table = Table.grid(padding=(0, 2, 0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold", max_width=96)
-    table.add_column(style="dim", overflow="fold", max_width=48)
-    return table
-
-
 def render_serving(
     hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
 ) -> RenderableType:
     """What `serve` prints first: hardware, model, workload, engine and reason."""
     workload = with_model_task(model, workload)
-    table = make_page()
+    table = SourcedTable()
     table.add_row("Hardware", Text(describe_hardware(hardware)), "")
     table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
     table.add_row("Workload", Text(describe_workload(workload, decision)), ORIGINS[workload.origin])
@@ -71,7 +65,7 @@ def render_decision(
     """The page of `plan`."""
     workload = with_model_task(model, workload)
     head = Text(f" {write_headline(decision, model, asked)}", style="bold green" if decision.fits else "bold red")
-    table = make_page()
+    table = SourcedTable()
     table.add_row("Model", Text(describe_model(model)), Text(model.origin or ""))
     table.add_row("Hardware", Text(describe_hardware(hardware)), "")
     table.add_row("Workload", Text(describe_workload(workload, decision)), ORIGINS[workload.origin])
@@ -89,14 +83,13 @@ def render_decision(
         for label, value, basis in list_expected_rows(decision):
             table.add_row(label, Text(value), Text(basis))
     for position, refusal in enumerate(decision.refused):
-        why = Text.assemble((f"{refusal.engine:<13}", "bold"), refusal.why)
         hint = (
             f"preferred when: {refusal.hint}" if refusal.hint and refusal.kind != "impossible" else refusal.hint or ""
         )
-        table.add_row("Refused" if position == 0 else "", why, Text(hint))
+        table.add_row("Refused" if position == 0 else "", refusal.why, hint, name=refusal.engine)
     for position, challenger in enumerate(decision.challengers):
-        needs = Text.assemble((f"{challenger.engine:<13}", "bold"), f"justified by {challenger.evidence_needed}")
-        table.add_row("Measure" if position == 0 else "", needs, "worth measuring on your workload")
+        needs, why = f"justified by {challenger.evidence_needed}", "worth measuring on your workload"
+        table.add_row("Measure" if position == 0 else "", needs, why, name=challenger.engine)
     for position, hint in enumerate(list_remedies(decision)):
         table.add_row("Would fit" if position == 0 else "", Text(hint), "")
     notes = [note for note in decision.notes if load is None or not note.startswith(load)]
@@ -135,7 +128,7 @@ def _render_node_launches(decision: Decision) -> list[RenderableType]:
             words = list_changed_words(alike, one)
             but = f", with {join_shell(words)}" if words else ""
             same = f"the command of {_name_place(alike, launches)}{but}"
-            lines.append(Text(f" On {_name_place(one, launches)}: {same}", no_wrap=True, overflow="ignore"))
+            lines.append(_indent(f"On {_name_place(one, launches)}: {same}", 1))
     if any("_ADDRESS" in word for one in launches for word in one.argv):
         lines.append(Text(" NODE_N_ADDRESS is the address of node N in the network that connects the nodes."))
     if (endpoints := sum(one.serves for one in launches)) > 1:
@@ -284,10 +277,33 @@ def _render_preparations(decision: Decision) -> list[RenderableType]:
             parts.append(f"{format_size(step.disk_bytes)} on disk")
         if step.seconds is not None:
             parts.append(f"about {format_seconds(step.seconds.value)}")
-        lines.append(Text(f"  {' · '.join(parts)}"))
+        lines.append(_indent(" · ".join(parts), 2))
         if step.argv:
-            lines.append(Text(f"    {join_shell(step.argv)}", style="dim"))
+            lines.append(_StepCommand(step.argv))
     return lines
+
+
+def _indent(text: str, by: int) -> Padding:
+    """Indents the further lines of a text that is wrapped, too."""
+    return Padding(Text(text), (0, 0, 0, by), expand=False)
+
+
+@dataclass(frozen=True)
+class _StepCommand:
+    """A command in lines that fit the terminal; each but the last ends with a backslash, so that it can be pasted."""
+
+    argv: tuple[str, ...]
+    indent: str = "    "
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [self.indent]
+        for word in map(quote_shell, self.argv):
+            if lines[-1].strip() and len(lines[-1]) + len(f" {word} \\") > options.max_width:
+                lines[-1] += " \\"
+                lines.append(f"{self.indent}    {word}")
+            else:
+                lines[-1] += f" {word}" if lines[-1].strip() else word
+        yield Text("\n".join(lines), style="dim", no_wrap=True, overflow="ignore")
 
 
 def write_headline(decision: Decision, model: Model, asked: str | None = None) -> str:
@@ -414,7 +430,8 @@ def cite_reason(reason: Reason) -> str:
 
 def write_command(variables: Mapping[str, str], argv: Sequence[str]) -> str:
     """A command, quoted for a shell, with one option per line."""
-    env = " ".join(f"{name}={quote_shell(value)}" for name, value in variables.items())
+    several = len(variables) > 1
+    env = (" \\\n" if several else " ").join(f"{name}={quote_shell(value)}" for name, value in variables.items())
     words = [quote_shell(word) for word in argv]
     lines = [words[0]]
     for word in words[1:]:
@@ -422,4 +439,5 @@ def write_command(variables: Mapping[str, str], argv: Sequence[str]) -> str:
             lines.append(word)
         else:
             lines[-1] += f" {word}"
-    return (f"{env} " if env else "") + " \\\n    ".join(lines)
+    gap = " \\\n" if several else " "
+    return (f"{env}{gap}" if env else "") + " \\\n    ".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -29,6 +29,10 @@ def render_headline(decision: Decision) -> RenderableType:
     if first is not None:
         lines.append(Text(f" {first.text} ({first.rule})", style="dim"))
     return Group(*lines)
+
+
+def render_unused(target: str, settings: Sequence[str]) -> RenderableType:
+    return Text(f" Without effect in files for {target}: {', '.join(settings)}", style="yellow")
 
 
 def render_files(target: str, folder: Path, files: Mapping[str, str], deploy: DeployTarget) -> RenderableType:

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from bedplate.judge.words import describe_load
 from bedplate.measure.imported_run import UNKNOWN, UNKNOWN_TIME
-from bedplate.show.columns import Column, SplitTable
-from bedplate.show.decision import make_page
+from bedplate.show.columns import Column, SourcedTable, SplitTable
 from bedplate.values.run import Exclusion
 from bedplate.values.stored_runs import RunDetails, StoredCell, StoredRun
 from bedplate.values.units import format_figure
@@ -65,7 +64,7 @@ def _join_reasons(reasons: Sequence[Exclusion]) -> str:
 
 def render_details(found: RunDetails) -> RenderableType:
     run = found.run
-    table = make_page()
+    table = SourcedTable()
     table.add_row(
         "Run", Text(f"{run.id}, {run.kind}{'' if run.finished else ', not finished'}"), Text(_format_time(run.at))
     )

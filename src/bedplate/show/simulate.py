@@ -12,7 +12,8 @@ from rich.text import Text
 
 from bedplate.decide.simulate.search import Told
 from bedplate.progress import Progress
-from bedplate.show.decision import format_short, make_page
+from bedplate.show.columns import SourcedTable
+from bedplate.show.decision import format_short
 from bedplate.show.figures import format_figure_or_missing
 from bedplate.values import Parallelism
 from bedplate.values.cost import Price
@@ -41,7 +42,7 @@ def show_progress(progress: Progress) -> Iterator[Told]:
 
 def render_simulation(found: Simulation) -> RenderableType:
     answer = found.answer
-    table = make_page()
+    table = SourcedTable()
     table.add_row("Replica", Text(_describe_replica(found.replica)), Text(found.replica.hardware))
     table.add_row("Traffic", Text(_describe_traffic(found.traffic)), Text(found.traffic.source))
     if found.traffic.load is not None:

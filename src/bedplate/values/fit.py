@@ -23,6 +23,11 @@ class DeviceNeed(Record, frozen=True, kw_only=True):
     """Memory that the engine may use; `None`: unknown."""
     adapter_bytes: int = 0
     """LoRA adapters."""
+    loading_bytes: int | None = None
+    """The most memory while weights are loaded: with those that are quantized then, and the driver context. `None`:
+    not estimated."""
+    graph_bytes: Figure | None = None
+    """Captured CUDA graphs, a part of `overhead_bytes`; `None`: none, or not estimated."""
 
     @property
     def total_bytes(self) -> int:

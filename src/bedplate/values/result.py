@@ -28,6 +28,8 @@ class Result(Record, frozen=True, kw_only=True):
     concurrency: int
     prompt_tokens: int
     output_tokens: int
+    shared_prefix_tokens: int | None = None
+    """Length of the prefix that all prompts shared; `None`: not recorded."""
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     output_tok_s: float | None = None
@@ -47,7 +49,12 @@ class Result(Record, frozen=True, kw_only=True):
             and self.concurrency == other.concurrency
             and self.prompt_tokens == other.prompt_tokens
             and self.output_tokens == other.output_tokens
+            and self._may_share_prefix_of(other)
         )
+
+    def _may_share_prefix_of(self, other: Result) -> bool:
+        """False only if both lengths are recorded and differ."""
+        return len({self.shared_prefix_tokens, other.shared_prefix_tokens} - {None}) <= 1
 
     def _has_same_weights(self, other: Result) -> bool:
         """Compare the weights by their source if it is recorded for both, else by label."""

@@ -12,6 +12,7 @@ import pytest
 from bedplate.engines.traits import RequestTraits, TokenCounter
 from bedplate.run.gateway import upstream
 from bedplate.run.gateway.recorder import RequestRecorder
+from bedplate.run.gateway.tasks import MAX_TEXTS
 from bedplate.run.gateway.tenants import TenantState
 from bedplate.values.tenant import Tenant
 from bedplate.values.traffic import ServedRequest
@@ -124,6 +125,17 @@ async def test_tokenization_is_charged_for_its_length_and_recorded_without_token
         assert answer.status == 200 and int(answer.headers["x-ratelimit-remaining-tokens"]) < 5000
         assert (await post(setup, "/tokenize", {"content": "x" * 40_000})).status == 429
     assert [(row.api, row.completion_tokens) for row in rows] == [("other", 3), ("other", None)]
+
+
+@pytest.mark.parametrize("entry", ["a", [1, 2]])
+async def test_embeddings_of_too_many_texts_are_refused(entry: str | list[int]) -> None:
+    async with start_gateway() as setup:
+        for path in ("/v1/embeddings", "/api/embed"):
+            refused = await post(setup, path, {"input": [entry] * (MAX_TEXTS + 1)})
+            assert refused.status == 400 and b"input may have at most 2048 entries" in refused.body
+        assert not setup.engine.seen
+        assert (await post(setup, "/v1/embeddings", {"input": [entry] * MAX_TEXTS})).status == 200
+        assert (await post(setup, "/v1/embeddings", {"input": [1] * (MAX_TEXTS + 1)})).status == 200  # of one text
 
 
 # slots of the engines

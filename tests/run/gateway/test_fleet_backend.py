@@ -93,3 +93,7 @@ async def test_keeps_model_name_otherwise() -> None:
 )
 def test_setting_model_name_changes_nothing_else(body: dict[str, Any], name: str) -> None:
     assert json.loads(sse.set_model(json.dumps(body).encode(), name)) == {**body, "model": name}
+
+
+def test_a_model_name_whose_key_has_escapes_is_replaced() -> None:
+    assert json.loads(sse.set_model(b'{"mod\\u0065l":"a","seed":1}', "b")) == {"model": "b", "seed": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from bedplate.engines.traits import RequestTraits
 from bedplate.errors import ExternalFailure, UsageError
 from bedplate.hosting.tenants import add_key, change_tenant, explain_closed, open_endpoints, revoke
 from bedplate.run.gateway import Gateway
+from bedplate.run.gateway.backend import AdapterBackend
+from bedplate.run.gateway.pages import OWN_PAGES
 from bedplate.run.gateway.recorder import RequestRecorder
 from bedplate.run.gateway.tenants import KeyDigest, RateBucket, Tenants, TenantState
 from bedplate.values.tenant import DeclaredTenant, Tenant, TenantKey, digest_key
@@ -218,16 +221,7 @@ async def test_names_of_other_tenants_models_appear_nowhere() -> None:
         assert unknown.status == hidden.status == 404
         assert unknown.body.replace(b"no-such-model", HIDDEN.upper().encode()) == hidden.body
         assert "served: small" in unknown.error["message"]
-        pages = (
-            "/",
-            "/health",
-            "/metrics",
-            "/models",
-            "/v1/models",
-            "/v1/models/nothing",
-            "/bedplate/live",
-            "/nowhere",
-        )
+        pages = (*OWN_PAGES, "/v1/models/nothing", "/bedplate/live", "/nowhere")
         for sent in ({"authorization": "Bearer sk-of-bob"}, {}):
             for path in pages:
                 for accept in ("text/html", "*/*"):
@@ -241,6 +235,32 @@ async def test_names_of_other_tenants_models_appear_nowhere() -> None:
             assert health.status == 200 and sorted(health.json["models"]) == sorted(seen), name
             page = await client.get("/", authorization=f"Bearer {key}")
             assert [model in page.body.decode() for model in (HIDDEN, "small")] == [HIDDEN in seen, "small" in seen]
+
+
+@pytest.mark.parametrize("model", ["small", ""])
+async def test_a_request_chooses_no_adapter_but_by_its_name(model: str) -> None:
+    """llama.cpp has a field for that, which would also choose adapters of other tenants."""
+    async with start_gateway() as setup:
+        allow(setup, Tenant(name="alice"), Tenant(name="bob"))
+        off, on = [{"id": 0, "scale": 0.0}], [{"id": 0, "scale": 1.0}]
+        setup.backend.wants_name, setup.backend.sent_name, setup.backend.body_fields = True, "", {"lora": off}
+        client = await setup.connect()
+        for field in ("lora", "lor\\u0061"):
+            body = b'{"model":"%b","messages":[{"role":"user","content":"a"}],"%b":%b}' % (
+                model.encode(), field.encode(), json.dumps(on).encode(),
+            )  # fmt: skip
+            answer = await client.post(CHAT, body, authorization="Bearer sk-of-bob")
+            assert answer.status == 200
+            assert json.loads(setup.engine.seen[-1].body)["lora"] == off
+        adapter = AdapterBackend(setup.backend, "sql", {"lora": on})
+        setup.backend.followers.append(adapter)
+        setup.gateway.add(adapter)
+        setup.gateway.allow("sql", ["alice"])
+        assert (await ask(setup, "sk-of-bob", model="sql", lora=on)).status == 404
+        assert (await ask(setup, "sk-of-alice", model="sql", lora=off)).status == 200
+        assert json.loads(setup.engine.seen[-1].body)["lora"] == on
+        assert (await ask(setup, "sk-of-bob", model="small", lora=on)).status == 200
+        assert json.loads(setup.engine.seen[-1].body)["lora"] == off
 
 
 FORM = b'--x\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'

@@ -514,7 +514,7 @@ def get_matrix_ops_s(engine: str, machine: MachineRates, shape: ModelShape, back
         return machine.plain_ops_s or half
     if shape.method in ("nvfp4", "mxfp4") and "fp4" in rates and traits.fp4_products:
         return rates["fp4"]
-    if shape.method in ("fp8", "mxfp8", "int8") and "fp8" in rates and traits.fp8_products:
+    if shape.method in ("fp8", "modelopt", "mxfp8", "int8") and "fp8" in rates and traits.fp8_products:
         return rates["fp8"]
     return half
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from bedplate.run.gateway import sse
+from bedplate.run.gateway.tasks import MAX_TEXTS
 from bedplate.run.gateway.tenants import Demand, Rejection
 
 MAX_CHOICES = 128
@@ -73,7 +74,9 @@ def read_demand(
         prompts, prompt_tokens = _count_prompts(asked.prompt)
     elif api == "embeddings" and _is_list(asked.input):
         # One batch without answers, which is charged for its tokens: it holds one slot, however many texts it has.
-        prompt_tokens = _count_prompts(asked.input)[1]
+        texts, prompt_tokens = _count_prompts(asked.input)
+        if texts > MAX_TEXTS:
+            return _reject(f"input may have at most {MAX_TEXTS} entries", "too_many_entries", "input")
     return Demand(prompts, choices, prompt_tokens, _read_least_tokens(asked))
 
 

@@ -253,7 +253,7 @@ class GatewayExchange(msgspec.Struct, eq=False):
     def send_to_engine(self, connection: EngineConnection) -> None:
         self._connection = connection
         body, backend = self._body, connection.pool.backend
-        if backend.wants_name and self._asked.model != backend.sent_name:
+        if backend.wants_name and (backend.body_fields or self._asked.model != backend.sent_name):
             if self._api == "transcriptions":
                 body = set_form_model(self._request.head.content_type, body, backend.sent_name)
             else:

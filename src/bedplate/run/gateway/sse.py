@@ -269,7 +269,7 @@ def add_usage_option(body: bytes, asked: RequestFields) -> bytes:
 def set_model(body: bytes, name: str) -> bytes:
     """Sets the model's name, for backends that require the served name."""
     encoded = msgspec.json.encode(name)
-    if b'"model"' not in body:
+    if b'"model"' not in body and b"\\u" not in body:  # a key may be written with escapes
         brace = body.index(b"{") + 1
         joint = b"" if body[brace:].lstrip()[:1] == b"}" else b","
         return b'%s"model":%s%s%s' % (body[:brace], encoded, joint, body[brace:])
@@ -277,8 +277,8 @@ def set_model(body: bytes, name: str) -> bytes:
 
 
 def set_fields(body: bytes, fields: dict[str, Any]) -> bytes:
-    """Adds fields that the client did not send."""
-    return msgspec.json.encode({**fields, **_decode_fields(body)})
+    """Sets fields, also those that the client sent: otherwise it could choose an adapter of another tenant."""
+    return msgspec.json.encode({**_decode_fields(body), **fields})
 
 
 def is_stream(content_type: bytes) -> bool:

@@ -12,7 +12,7 @@ from bedplate.run.gateway.tenants import BYTES_PER_TOKEN, Demand, Rejection
 from bedplate.values.capabilities import Capabilities
 
 MAX_TEXTS = 2048
-"""The most texts in one request, as for embeddings in OpenAI's API."""
+"""The most texts in one request, also for embeddings, as in OpenAI's API. They hold one slot."""
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
