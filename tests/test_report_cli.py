@@ -8,7 +8,7 @@ import pytest
 from tests.commands import invoke, run
 from tests.runs import make_cell, make_run
 
-from bedplate.values import to_json
+from bedplate.values import replace_fields, to_json
 
 
 @pytest.fixture
@@ -38,6 +38,22 @@ def test_an_incumbent_is_compared_with_the_choice(run_file: Path) -> None:
     assert done.code == 0 and "**migrate**" in done.out
     nobody = invoke("report", str(run_file), "--md", "--incumbent", "sglang")
     assert nobody.code == 2 and "was not measured in these runs" in nobody.err
+
+
+def test_another_version_of_the_engine_is_an_incumbent(tmp_path: Path) -> None:
+    cells = [make_cell("vllm", 4, 100), make_cell("vllm", 4, 40)]
+    cells = [
+        replace_fields(cell, id=version, subject=replace_fields(cell.subject, engine_version=version))
+        for cell, version in zip(cells, ("0.32.0", "0.31.0"), strict=True)
+    ]
+    file = tmp_path / "run.json"
+    file.write_text(to_json(make_run(cells, engines=["vllm@0.32.0", "vllm@0.31.0"], loads=[4])))
+    done = invoke("report", str(file), "--md", "--incumbent", "vLLM@0.31.0")
+    assert done.code == 0 and "# Deploy vLLM 0.32.0 Q4_1." in done.out and "**migrate**" in done.out
+    assert done.out.count("| vllm |") == 2 and "TBD | TBD | TBD | TBD" not in done.out
+    same = invoke("report", str(file), "--md", "--incumbent", "vllm@0.32.0")
+    assert same.code == 0 and "**migrate**" not in same.out
+    assert invoke("report", str(file), "--md", "--incumbent", "vllm@0.30.0").code == 2
 
 
 def test_without_a_run_the_error_suggests_bench(tmp_path: Path) -> None:

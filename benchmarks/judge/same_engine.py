@@ -45,6 +45,8 @@ GOOD = Quality(asked=100, agreement=1.0, verdict="ok", note="assumed here")
 WARMUP_S = 1.0
 BLOCK = 4
 COUNTS = (8, 12, 16, 20)
+LOST = 0.9
+"""The speed that remains with the loss that a gate must find."""
 
 
 class RoundsHeader(Record, frozen=True, kw_only=True):
@@ -305,6 +307,9 @@ def print_figures(run: Run) -> None:
             speed = f"{loss.gain.value:.3f}" if loss else "an unknown share"
             lost = describe_codes(codes(a, slower, rounds, 50, swap=False))
             print(f"  50 with {slower.notes}, {speed} of the speed: {lost}")
+            if loss is not None:
+                scaled = codes(a, slower, rounds, 50, swap=False, gain=LOST / loss.gain.value)
+                print(f"  50 of the same, scaled to {LOST:g} of the speed: {describe_codes(scaled)}")
 
 
 def describe_codes(found: collections.Counter[int]) -> str:

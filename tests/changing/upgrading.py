@@ -28,6 +28,7 @@ def check_upgrade(served: Served, name: str, package: str, present: str, budget:
         env={**os.environ, "NO_COLOR": "1"},
     )
     upgrade: dict[str, Any] = check_document("watch", done.stdout)["upgrade"]
+    print(done.stdout)
     assert (upgrade["package"], upgrade["present"]) == (package, present) and is_newer(upgrade["release"], present)
     assert upgrade["options"].startswith("its own parser accepts all "), done.stderr
     assert done.returncode in EXIT_CODES[upgrade["answer"]], (done.returncode, upgrade["text"])

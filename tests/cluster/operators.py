@@ -75,7 +75,7 @@ def _expand_dynamo_graph(tree: Tree, replicas: int | None) -> Expanded:
     Workers of vLLM on several nodes get an init container without a security context.
     """
     for component in copy.deepcopy(tree["spec"]["components"]):
-        count, template = component["replicas"], component["podTemplate"]
+        count, template = component.get("replicas", 1), component["podTemplate"]
         if replicas is not None and component["type"] == "worker":
             count = replicas
         nodes = component.get("multinode", {}).get("nodeCount", 1)
@@ -131,7 +131,8 @@ def check_ray_validation(tree: Tree) -> Iterator[str]:
 def check_queued_pods(tree: Tree) -> Iterator[str]:
     """kubernetes-sigs/kueue ff69552e, pkg/controller/jobs/pod/pod_webhook.go: validatePodGroupMetadata.
 
-    A pod group needs its name as a label and its size as an annotation, both or neither.
+    A pod group needs its name as a label and its size as an annotation, both or neither. The excess is deleted:
+    cleanupExcessPods in pod_controller.go.
     """
     if tree["kind"] != "DynamoGraphDeployment":
         return
@@ -141,6 +142,8 @@ def check_queued_pods(tree: Tree) -> Iterator[str]:
         counted = "kueue.x-k8s.io/pod-group-total-count" in meta.get("annotations", {})
         if named != counted:
             yield "a pod group needs a name and a total count"
+        if named and "scalingAdapter" in component:
+            yield "pods beyond the total count of a group are deleted"
 
 
 def check_dynamo_names(tree: Tree) -> Iterator[str]:
@@ -268,12 +271,30 @@ def check_update(old: Tree, new: Tree) -> Iterator[str]:
     pkg/controller/jobs/leaderworkerset/leaderworkerset_webhook.go.
     """
     queues = [tree["metadata"].get("labels", {}).get(QUEUE) for tree in (old, new)]
+    if new["kind"] == "DynamoGraphDeployment":
+        yield from check_graph_update(old, new)
     if new["kind"] in ("Job", "Deployment", "LeaderWorkerSet", "RayService") and queues[0] != queues[1]:
         yield "the queue of a running workload is immutable"
     if new["kind"] == "LeaderWorkerSet" and None not in queues:
         shapes = [list(list_shapes(tree)) for tree in (old, new)]
         if shapes[0] != shapes[1]:
             yield "requests, ports, nodes and size are immutable with a queue"
+
+
+def check_graph_update(old: Tree, new: Tree) -> Iterator[str]:
+    """ai-dynamo/dynamo, deploy/operator/internal/webhook/validation: validateDynamoGraphDeploymentSpecUpdate.
+
+    The adapter may have set any number of replicas, so a file must state none.
+    """
+    before, after = ({one["name"]: one for one in tree["spec"]["components"]} for tree in (old, new))
+    if before.keys() != after.keys():
+        yield "component topology is immutable"
+    for name, component in after.items():
+        if "scalingAdapter" in component and "replicas" in component:
+            yield "replicas cannot be modified directly when scaling adapter is enabled"
+        nodes = [one.get(name, {}).get("multinode", {}).get("nodeCount") for one in (before, after)]
+        if name in before and nodes[0] != nodes[1]:
+            yield "multinode.nodeCount is immutable"
 
 
 def list_shapes(tree: Tree) -> Iterator[object]:

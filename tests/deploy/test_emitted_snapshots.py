@@ -74,7 +74,7 @@ def _describe_figures(tree: dict[str, Any]) -> str:
         return f" size {spec['leaderWorkerTemplate']['size']}"
     if kind == "DynamoGraphDeployment":
         return " " + ", ".join(
-            f"{one['name']} {one['replicas']}"
+            f"{one['name']} {one.get('replicas', 'scaled')}"
             + (f" of {one['multinode']['nodeCount']} nodes" if "multinode" in one else "")
             for one in spec["components"]
         )

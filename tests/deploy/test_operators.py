@@ -51,6 +51,28 @@ def test_operators_admit_every_upgrade(name: str, target: str) -> None:
     assert not list_update_violations(before, read_manifests(emit_for_cluster(name, target, replace_models)))
 
 
+def test_violations_of_graphs_are_detected() -> None:
+    (graph,) = (tree for tree in read_manifests(emit_files("h100-chat", "dynamo")) if "Graph" in tree["kind"])
+    changed = copy.deepcopy(graph)
+    worker = next(one for one in changed["spec"]["components"] if one["type"] == "worker")
+    assert "scalingAdapter" in worker and "replicas" not in worker
+    worker.update(replicas=2, multinode={"nodeCount": 2})
+    found = " ".join(list_update_violations([graph], [changed]))
+    assert "replicas cannot be modified directly" in found and "nodeCount is immutable" in found
+    worker["name"] = "decode"
+    assert "component topology is immutable" in " ".join(list_update_violations([graph], [changed]))
+
+
+def test_ranks_that_kueue_admits_together_are_not_scaled() -> None:
+    """It deletes pods beyond the size of their group."""
+    platform = build_platform("two-nodes-405b")
+    free = replace(platform, services=tuple(replace(one, spare=16) for one in platform.services))
+    for tenants, kinds in ((platform.tenants, set()), ((), {"ScaledObject"})):
+        trees = read_manifests(emit_target(replace(free, tenants=tenants), "dynamo"))
+        assert {tree["kind"] for tree in trees if tree["kind"] == "ScaledObject"} == kinds
+        assert not list_violations(trees)
+
+
 @pytest.mark.parametrize(
     ("target", "refused"), [("kubernetes", ["Deployment drafts"]), ("ray", ["RayService drafts"]), ("dynamo", [])]
 )

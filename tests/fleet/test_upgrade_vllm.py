@@ -35,6 +35,5 @@ def test_watch_compares_two_releases_of_vllm(builtin_gguf: Path) -> None:
         below = one.list_descendants()
         assert one.stop() == 0
         wait_for(lambda: have_ended(below), "the engine's processes to end")
-    print(found["answer"], found["text"], found["options"])
     assert found["effects"], "both releases answered the recorded requests"
     assert all(Path(each.path).is_dir() for each in environments), "both were installed before, and stay"

@@ -6,7 +6,7 @@ from tests.runs import make_cell, make_run
 
 from bedplate.judge.argument import recommend_engine
 from bedplate.values import LatencyTarget, Refusal, replace_fields
-from bedplate.values.run import Flag, Quality
+from bedplate.values.run import Cell, Flag, Quality
 
 WRONG = Quality(asked=48, agreement=0.11, verdict="broken")
 
@@ -41,6 +41,22 @@ def test_recommends_nothing_on_few_requests() -> None:
     slower = [make_cell("vllm", 4, 1000, flags=(few,)), make_cell("llama.cpp", 4, 10)]
     choice = recommend_engine([make_run(slower)], target=LatencyTarget(ttft_ms=5000)).choice
     assert choice is not None and choice.engine == "llama.cpp"
+
+
+def with_version(cell: Cell, version: str) -> Cell:
+    return replace_fields(cell, id=version, subject=replace_fields(cell.subject, engine_version=version))
+
+
+def test_versions_of_an_engine_are_different_candidates() -> None:
+    """The newer cell of one version does not hide that of another one."""
+    older, newer = with_version(make_cell("vllm", 4, 150), "0.31.0"), with_version(make_cell("vllm", 4, 100), "0.32.0")
+    newer = replace_fields(newer, at="2026-11-16T09:00:00Z")
+    named = [f"vllm@0.{number}.0" for number in (31, 32, 33)]
+    found = recommend_engine([make_run([older, newer], engines=named, loads=[4])])
+    assert found.headline == "Deploy vLLM 0.31.0 Q4_1." and "vLLM 0.32.0 Q4_1 with 100" in found.because[1]
+    assert [one for one in found.not_measured if one.startswith("vllm@")] == ["vllm@0.33.0 at 4 in flight"]
+    again = recommend_engine([make_run([newer, replace_fields(newer, id="later", at="2026-11-17T09:00:00Z")])])
+    assert again.headline == "Deploy vLLM Q4_1."
 
 
 def test_does_not_recommend_by_speed_alone() -> None:

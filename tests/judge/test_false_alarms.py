@@ -45,6 +45,8 @@ def test_a_loss_of_10_percent_is_found_in_8_of_10_comparisons(same_engine: Modul
     assert loss is not None and 0.87 < loss.gain.value < 0.93, "the setting should cost about 10 %"
     found = same_engine.codes(cells[0], cells[2], ROUNDS, 50, swap=False)
     assert found[30] >= 40, found
+    exact = same_engine.codes(cells[0], cells[2], ROUNDS, 50, swap=False, gain=0.9 / loss.gain.value)
+    assert exact[30] >= 40, f"of 10 % instead of {1 - loss.gain.value:.1%}: {exact}"
 
 
 # the arithmetic, on constructed rounds

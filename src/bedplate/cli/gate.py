@@ -79,7 +79,7 @@ def gate(
         int | None,
         typer.Option(min=1, help="Answer length in tokens.", show_default="that of the stored run, else 128"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds, at most.")] = 16,
+    rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds, at most.")] = 20,
     seconds: Annotated[float, typer.Option(min=0.5, help="Measurement window of one round, in seconds.")] = 5.0,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time limit of everything, starts and checks included.")

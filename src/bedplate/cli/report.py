@@ -148,15 +148,16 @@ def _compare_with_choice(cells: list[Cell], incumbent: str, choice: MeasuredEngi
     """Compares the engine in service with the recommended one; `None` where they are the same, or nothing is sound."""
     from bedplate.engines.names import find_engine_id
     from bedplate.errors import UsageError
-    from bedplate.judge.argument import is_sound
+    from bedplate.judge.argument import is_named, is_sound
     from bedplate.judge.compare import compare
 
-    wanted = find_engine_id(incumbent) or incumbent
-    mine = [cell for cell in cells if cell.subject.engine == wanted]
+    _, at, version = incumbent.partition("@")
+    wanted = f"{find_engine_id(incumbent) or incumbent}{at}{version.removeprefix('v')}"
+    mine = [cell for cell in cells if is_named(cell, wanted)]
     if not mine:
         there = ", ".join(dict.fromkeys(cell.subject.engine for cell in cells)) or "none"
         raise UsageError(f"{incumbent} was not measured in these runs", hint=f"measured engines: {there}")
     mine = [cell for cell in mine if is_sound(cell)]
-    if choice is None or choice.engine == wanted or not mine:
+    if choice is None or not mine or any(is_named(cell, wanted) for cell in choice.cells):
         return None
     return compare(mine, choice.cells, allow=("quantization", "weights"))

@@ -197,7 +197,7 @@ def _write_graph(unit: ServiceContainers, platform: Platform) -> list[Tree]:
             "components": annotate(components, split.words),
         },
     }
-    return [*write_settings(unit, split, deploy), graph, *_write_scaling(unit, split, deploy)]
+    return [*write_settings(unit, split, deploy), graph, *_write_scaling(unit, split, deploy, queue)]
 
 
 def _write_frontend(unit: ServiceContainers, deploy: DeployTarget, queue: str | None) -> Tree:
@@ -249,7 +249,7 @@ def _write_frontend(unit: ServiceContainers, deploy: DeployTarget, queue: str | 
 
 
 def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | None, role: str, count: int) -> Tree:
-    scaled = role == "worker" and compute_bounds(unit)[0] != compute_bounds(unit)[1]
+    scaled = role == "worker" and _is_scaled(unit, queue)
     rdma = deploy.rdma if role != "worker" or unit.nodes > 1 else None
     unit = replace(unit, files=unit.engine.list_dynamo_files(unit.plan, role))
     container: Tree = {
@@ -286,7 +286,9 @@ def _write_worker(unit: ServiceContainers, deploy: DeployTarget, queue: str | No
     return {
         "name": role,
         "type": role,
-        "replicas": count,
+        # The operator's webhook refuses another number than the adapter has set: validateReplicasChanges in
+        # deploy/operator/internal/webhook/validation.
+        "replicas": None if scaled else count,
         "scalingAdapter": annotate({}, "the ScaledObject below sets the number of replicas") if scaled else None,
         "sharedMemorySize": annotate(f"{unit.shm_bytes // GIB}Gi", "shared memory between the ranks of one worker"),
         "multinode": annotate({"nodeCount": unit.nodes}, f"{unit.cards} GPUs on each") if unit.nodes > 1 else None,
@@ -400,10 +402,18 @@ def write_settings(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTa
     ]  # fmt: skip
 
 
-def _write_scaling(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTarget) -> list[Tree]:
-    """Scale aggregated workers by the frontend's active requests."""
+def _is_scaled(unit: ServiceContainers, queue: str | None) -> bool:
+    """Kueue deletes pods beyond the size of a group, in which it admits the ranks of several nodes.
+
+    cleanupExcessPods in pkg/controller/jobs/pod/pod_controller.go.
+    """
     least, most = compute_bounds(unit)
-    if least == most or split.is_disaggregated:
+    return least != most and (unit.nodes == 1 or queue is None)
+
+
+def _write_scaling(unit: ServiceContainers, split: WorkerSplit, deploy: DeployTarget, queue: str | None) -> list[Tree]:
+    """Scale aggregated workers by the frontend's active requests."""
+    if split.is_disaggregated or not _is_scaled(unit, queue):
         # With prefill and decode workers the ratio matters too; Dynamo's planner controls both.
         return []
     namespace = write_metadata("", deploy)["namespace"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bedplate.decide.evidence import PROVEN_GAIN
 from bedplate.engines import load_engines
@@ -23,17 +24,19 @@ MOST_EFFORT = 5
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """One engine with one kind of weights, and its cells."""
+    """One version of an engine with one kind of weights, and its cells."""
 
     engine: str
     quantization: str | None
     cells: tuple[Cell, ...]
+    version: str | None = None
+    """`None` if no other version of the engine was measured."""
 
     @property
     def name(self) -> str:
         known = load_engines().get(self.engine)
         name = known.name if known is not None else self.engine
-        return f"{name} {self.quantization}" if self.quantization else name
+        return " ".join(part for part in (name, self.version, self.quantization) if part)
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,16 @@ class Recommendation:
 
 
 def group_by_engine(cells: Sequence[Cell]) -> list[MeasuredEngine]:
-    """The newest cell of each load, by engine and quantization, in the order of their first measurement."""
-    found: dict[tuple[str, str | None], dict[Load, Cell]] = {}
+    """The newest cell of each load, by engine, version and quantization, in the order of their first measurement."""
+    found: dict[tuple[str, str | None, str | None], dict[Load, Cell]] = {}
     for cell in sorted(cells, key=lambda one: one.at):
-        found.setdefault((cell.subject.engine, cell.subject.quantization), {})[cell.load] = cell
-    return [MeasuredEngine(engine, label, tuple(of.values())) for (engine, label), of in found.items()]
+        key = (cell.subject.engine, cell.subject.engine_version, cell.subject.quantization)
+        found.setdefault(key, {})[cell.load] = cell
+    versions = Counter(engine for engine, _ in {key[:2] for key in found})
+    return [
+        MeasuredEngine(engine, label, tuple(of.values()), version if versions[engine] > 1 else None)
+        for (engine, version, label), of in found.items()
+    ]
 
 
 def recommend_engine(
@@ -61,11 +69,7 @@ def recommend_engine(
     """
     cells = [cell for run in runs for cell in run.cells]
     missing = list_not_measured(runs)
-    sound = [
-        MeasuredEngine(one.engine, one.quantization, kept)
-        for one in group_by_engine(cells)
-        if (kept := tuple(filter(is_sound, one.cells)))
-    ]
+    sound = [replace(one, cells=kept) for one in group_by_engine(cells) if (kept := tuple(filter(is_sound, one.cells)))]
     if not sound:
         headline = "There is no recommendation: no valid measurement has enough requests."
         return Recommendation(headline, not_measured=missing)
@@ -169,9 +173,9 @@ def list_not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
     found: list[str] = []
     for run in runs:
         if run.matrix is not None:
-            done = {(cell.subject.engine, cell.load) for cell in run.cells if cell.repeats}
             for engine in run.matrix.engines:
-                loads = [_describe_load(load) for load in run.matrix.loads if (engine, load) not in done]
+                done = {cell.load for cell in run.cells if cell.repeats and is_named(cell, engine)}
+                loads = [_describe_load(load) for load in run.matrix.loads if load not in done]
                 if loads and not any(one.engine == engine for one in run.left_out):
                     found.append(f"{engine} {', '.join(loads)}")
         found += [f"{one.engine}: {one.why}" for one in run.left_out]
@@ -185,10 +189,22 @@ def list_not_measured(runs: Sequence[Run]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def is_named(cell: Cell, engine: str) -> bool:
+    """Whether a cell is one of the engine that a run names as ID or ID@VERSION."""
+    name, _, version = engine.partition("@")
+    return cell.subject.engine == name and version in ("", cell.subject.engine_version)
+
+
 def find_bottleneck(one: MeasuredEngine, diagnosis: Diagnosis | None) -> Bottleneck | None:
     names = (one.engine, one.quantization)
-    found = (each for each in (diagnosis.bottlenecks if diagnosis else ()) if (each.engine, each.quantization) == names)
-    return next(found, None)
+    return next(
+        (
+            each
+            for each in (diagnosis.bottlenecks if diagnosis else ())
+            if (each.engine, each.quantization) == names and one.version in (None, each.engine_version)
+        ),
+        None,
+    )
 
 
 def summarize_cells(one: MeasuredEngine) -> list[tuple[Cell, Summary]]:

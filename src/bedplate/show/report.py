@@ -18,6 +18,7 @@ from bedplate.judge.argument import (
     compute_met_share,
     find_bottleneck,
     group_by_engine,
+    is_named,
     recommend_engine,
     summarize_cells,
 )
@@ -266,11 +267,11 @@ def _make_rows(
             values = _make_cells(one, cell, summary, limits.get(cell.id), number == 0)
             values = (*values[:-LAST], *paid.format_costs(cell, summary), *values[-LAST:])
             rows.append(ReportRow(values, number == 0, chosen))
-    measured = {one.engine for one in shown}
+    listed: set[str] = set()
     for run in runs:
         for engine in run.matrix.engines if run.matrix is not None else ():
-            if engine not in measured:
-                measured.add(engine)
+            if engine not in listed and not any(is_named(cell, engine) for one in shown for cell in one.cells):
+                listed.add(engine)
                 others = len(COLUMNS) - 1 + len(paid.names)
                 rows.append(ReportRow((engine, *[TBD] * others), first=True, chosen=False))
     return tuple(rows)
