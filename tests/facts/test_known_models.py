@@ -27,6 +27,7 @@ from bedplate.facts.known_models import (
     parse_model_name,
 )
 from bedplate.facts.quantization import FP8, MXFP4, Storage, StorageScheme
+from bedplate.facts.released import find_release_year
 from bedplate.values import replace_fields
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -274,3 +275,13 @@ def test_merging_equal_weights_changes_no_sum(scheme: StorageScheme) -> None:
         each = read_anatomy(Config(load_config_fields(name))).weights
         merged = _merge_equal_weights(name)
         assert len(merged) < len(each) and sum_weights(merged, stored) == sum_weights(each, stored), name
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "year"),
+    [("openai/whisper-large-v3", 1.55e9, 2023), ("whisper-large-v3-turbo", 0.809e9, 2024)],
+)
+def test_whisper_has_the_parameters_of_its_model_card(name: str, parameters: float, year: int) -> None:
+    model = find_model(name)
+    assert model.task == "transcribe" and find_release_year(model.name) == year
+    assert sum(part.parameters for part in model.parts) == pytest.approx(parameters, rel=0.005)

@@ -12,11 +12,11 @@ _YEARS: dict[int, str] = {
     2021: "allminilm allmpnet",
     2023: """
         yi34b bgebase bgelarge bgesmall tinyllama codellama llama7b llama13b llama33b llama65b llama2 internlm20b
-        openllama mistral7b0.1 mixtral8x7b e5base e5large multilinguale5 falcon7b""",
+        openllama mistral7b0.1 mixtral8x7b e5base e5large multilinguale5 falcon7b whisperlarge3""",
     2024: """
         c4aicommandr01 bgem3 bgereranker2 smollm2 hermes3llama3.1 qwen2 ai21jamba1.5 olmo2 starcoder2 deepseekcoder2
         deepseek2 deepseek3 gemma2 internlm2 llama3 phi3 phi4 ministral8b2410 mistral7b0.3 mistrallarge2407
-        mistralnemo2407 mixtral8x22b mxbaiembed llama3.1nemotron70b""",
+        mistralnemo2407 mixtral8x22b mxbaiembed llama3.1nemotron70b whisperlarge3turbo""",
     2025: """
         smollm3 lfm2 minimaxtext01 minimaxm1 minimaxm2 qwq qwen3 mimo deepseekr1 deepseek30324 deepseek3.1 deepseek3.2
         gemma3 granite3.3 llama4 phi4mini devstralsmall2505 mistralsmall24b2501 mistralsmall3.1 mistralsmall3.2 kimik2

@@ -122,6 +122,13 @@ def make_unsupported(message: str, param: str) -> RequestMistake:
     return RequestMistake(message, "unsupported_parameter", param)
 
 
+def refuse_fields(given: dict[str, Any], reasons: dict[str, str]) -> None:
+    """Raises `RequestMistake` for the first of these fields that has a value."""
+    for name, reason in reasons.items():
+        if given.get(name):
+            raise make_unsupported(f"{name} is not supported: {reason}", name)
+
+
 def read_text(value: Any, param: str) -> str:
     if not isinstance(value, str):
         raise make_mistake(f"{param} must be a text", param)

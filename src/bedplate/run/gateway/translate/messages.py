@@ -28,8 +28,15 @@ from bedplate.run.gateway.translate.chat import (
     read_list,
     read_object,
     read_text,
+    refuse_fields,
 )
 
+_HOSTED = {
+    "mcp_servers": "tools do not run here; declare them with an input_schema",
+    "container": "tools do not run here; declare them with an input_schema",
+    "thread": "conversations are not stored; send the whole conversation as messages",
+}
+"""Fields that need a server that runs tools or stores conversations."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
@@ -57,6 +64,7 @@ class MessagesTranslation:
 
     def to_chat(self, body: bytes) -> bytes:
         given = decode_body(body)
+        refuse_fields(given, _HOSTED)
         chat: dict[str, Any] = {"messages": arrange_messages(_read_messages(given))}
         copy_fields(given, chat, "model", "max_tokens", "temperature", "top_p", "top_k", "stream")
         if stops := given.get("stop_sequences"):

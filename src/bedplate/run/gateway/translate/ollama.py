@@ -28,6 +28,7 @@ from bedplate.run.gateway.translate.chat import (
     read_list,
     read_object,
     read_text,
+    refuse_fields,
 )
 
 _OPTIONS = {
@@ -41,6 +42,11 @@ _LOADING_OPTIONS = frozenset([
     "vocab_only", "use_mlock", "draft_num_predict",
 ])  # fmt: skip
 """Options for loading a model, which bedplate has loaded: they have no effect."""
+_LOGPROBS = dict.fromkeys(("logprobs", "top_logprobs"), "use /v1/chat/completions")
+_NOT_IN_TEMPLATE = dict.fromkeys(
+    ("suffix", "context", "template", "raw"), "the prompt is a message in the model's template; use /v1/completions"
+)
+_OF_IMAGES = dict.fromkeys(("width", "height", "steps"), "no model here makes images")
 _MEDIA_TYPES = {b"\xff\xd8": "image/jpeg", b"\x89P": "image/png", b"GI": "image/gif", b"RI": "image/webp"}
 
 
@@ -81,6 +87,7 @@ class OllamaTranslation:
     def to_chat(self, body: bytes) -> bytes:
         given = decode_body(body)
         self.name = str(given.get("model") or "")
+        refuse_fields(given, _LOGPROBS)
         asked = self._read(given)
         self.has_prompt = any(message["role"] != "system" for message in asked["messages"])
         if self.name:
@@ -187,9 +194,8 @@ class GenerateTranslation(OllamaTranslation):
     """`/api/generate`: one prompt, in the model's template."""
 
     def _read(self, given: dict[str, Any]) -> dict[str, Any]:
-        for name in ("suffix", "context", "template", "raw"):
-            if given.get(name):
-                raise make_unsupported(f"{name} is not supported here; use /v1/completions or /api/chat", name)
+        refuse_fields(given, _NOT_IN_TEMPLATE)
+        refuse_fields(given, _OF_IMAGES)
         messages: list[dict[str, Any]] = []
         if given.get("system"):
             messages.append({"role": "system", "content": given["system"]})

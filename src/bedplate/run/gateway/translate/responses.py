@@ -27,15 +27,18 @@ from bedplate.run.gateway.translate.chat import (
     read_events,
     read_list,
     read_text,
+    refuse_fields,
 )
 
-_STATEFUL = {
+_HOSTED = {
     "previous_response_id": "responses are not stored; send the whole conversation as input",
     "conversation": "conversations are not stored; send the whole conversation as input",
     "prompt": "prompt templates are not stored; send the prompt as input",
     "background": "responses are not stored; use stream",
+    "moderation": "inputs and answers are not moderated here",
+    "top_logprobs": "use /v1/chat/completions",
 }
-"""Fields that need a server that stores responses."""
+"""Fields that need a server that stores responses, or have no counterpart."""
 _ROLES = {"developer": "system"}
 _SHOWN = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "reasoning", "text", "user")
 
@@ -70,13 +73,9 @@ class ResponsesTranslation:
 
     def to_chat(self, body: bytes) -> bytes:
         given = self._given = decode_body(body)
-        for name, reason in _STATEFUL.items():
-            if given.get(name):
-                raise make_unsupported(f"{name} is not supported: {reason}", name)
+        refuse_fields(given, _HOSTED)
         if given.get("truncation") == "auto":
             raise make_unsupported("truncation auto is not supported; shorten the input", "truncation")
-        if given.get("top_logprobs"):
-            raise make_unsupported("top_logprobs is not supported here; use /v1/chat/completions", "top_logprobs")
         chat: dict[str, Any] = {"messages": arrange_messages(_read_input(given))}
         copy_fields(given, chat, "model", "temperature", "top_p", "stream", "user")
         if given.get("max_output_tokens") is not None:
