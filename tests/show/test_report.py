@@ -275,3 +275,22 @@ def test_a_browser_shows_the_report_in_both_themes_and_prints_it_on_two_pages(tm
 
 def _compute_brightness(colour: str) -> float:
     return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3
+
+
+@pytest.mark.browser
+def test_paper_has_the_colours_of_the_light_theme_also_in_dark_mode(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(to_html(make_page()), encoding="utf-8")
+    marks = "[...document.querySelectorAll('svg.plot .mark')].map(one => getComputedStyle(one).fill)"
+
+    async def main() -> None:
+        async with open_browser(tmp_path / "profile") as tab:
+            await tab.open(file, 1280, "light")
+            light = await tab.evaluate(marks)
+            await tab.open(file, 1280, "dark")
+            assert await tab.evaluate(marks) != light
+            dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+            await tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
+            assert await tab.evaluate(marks) == light
+
+    asyncio.run(main())
