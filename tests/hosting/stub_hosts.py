@@ -1,6 +1,7 @@
 """Hosts with stub engines: small programs in place of llama-server that start quickly.
 
-A request's `max_tokens` is the duration of the response in milliseconds. The text is the process id of the stub.
+A request's `max_tokens` is the duration of the response in milliseconds; one with the words `after PATH` is answered
+once that file exists. The text is the process id of the stub.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ SERVER = f"""{HANDLER}
     def do_POST(self):
         asked = self.asked()
         time.sleep(asked.get("max_tokens", 0) / 1000)
+        said = asked["messages"][0]["content"]
+        while said.startswith("after ") and not os.path.exists(said.removeprefix("after ")):
+            time.sleep(0.01)
         self.answer({{
             "choices": [{{"message": {{"role": "assistant", "content": str(os.getpid())}}, "finish_reason": "stop"}}],
             "usage": {{"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}},

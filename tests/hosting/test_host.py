@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.commands import invoke
+from tests.conftest import HANG_S
 from tests.hosting.stub_hosts import (
     DIES,
     add,
@@ -63,14 +64,18 @@ class TestEngines:
             one = make_stub_readied("alpha", stub)
             await add(host, one)
             (first,) = host.engines
-            slow = asyncio.create_task(ask(host, "alpha", 2500))
+            go = tmp_path / "go"
+            slow = asyncio.create_task(ask(host, "alpha", words=f"after {go}"))
             await until(lambda: first.backend.in_flight, "the slow request to be in flight")
             second = await host.add_engine(one.build_start(), share=0)
             assert [engine.id for engine in host.engines] == ["llama.cpp-1", "llama.cpp-2"]
             assert read_pid(await ask(host, "alpha")) == first.pid
             second.backend.share = 1.0
+            removing = asyncio.create_task(host.remove_engine(first, HANG_S))
+            await until(lambda: first.leaving, "the first engine to leave")
             assert not slow.done()
-            assert await host.remove_engine(first, 10), "it waits for the running request"
+            go.touch()
+            assert await removing, "it waits for the running request"
             assert slow.done() and read_pid(await slow) not in (None, second.pid)
             assert read_pid(await ask(host, "alpha")) == second.pid
             assert host.engines == (second,)
