@@ -220,4 +220,6 @@ def test_a_plan_for_a_cpu_mentions_no_gpu_in_its_reasons() -> None:
     machine = replace_fields(known, cpu=unknown, memory=replace_fields(known.memory, bandwidth_bytes_s=None))
     decision = decide(machine, model, Workload())
     texts = {one.rule: one.text for one in decision.reasons}
-    assert texts["quant.unpredicted"].startswith("not F16 on the CPU: if the speed of a local engine cannot be predicted")
+    assert texts["quant.unpredicted"].startswith(
+        "not F16 on the CPU: if the speed of a local engine cannot be predicted"
+    )
