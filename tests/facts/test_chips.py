@@ -155,7 +155,7 @@ def test_features_follow_from_the_architecture(name: str, features: set[str]) ->
         ("NVIDIA GeForce RTX 3090", 24, 936, 71.2, 56.25),
         ("AMD Instinct MI300X", 192, 5300, 1307.4, 448),
         ("AMD Radeon RX 7900 XTX", 24, 960, 122.8, None),
-        ("Intel Data Center GPU Max 1550", 128, 3276.8, 839, None),
+        ("Intel Data Center GPU Max 1550", 64, 1638.4, 419.5, None),
     ],
 )
 def test_figures_match_the_data_sheets(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,10 +52,20 @@ def test_an_arc_card_is_read_under_xe(tmp_path: Path) -> None:
     assert [(link.a, link.b, link.kind) for link in found.links] == [("0", "host", "pcie")]
 
 
-def test_the_tiles_of_a_data_center_card_are_summed(tmp_path: Path) -> None:
-    tiles = {f"tile{tile}/physical_vram_size_bytes": str(64 << 30) for tile in range(2)}
-    write_card(tmp_path, 0, {"device": "0x0bd5", **tiles})
-    assert read_intel(tmp_path).accelerators[0].memory_bytes == 128 << 30
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({f"tile{tile}/physical_vram_size_bytes": str(64 << 30) for tile in range(2)}, None),
+        ({"drm/card0/lmem_total_bytes": str(128 << 30), "drm/card0/lmem_avail_bytes": str(100 << 30)}, 50 << 30),
+    ],
+    ids=["xe", "i915"],
+)
+def test_each_stack_of_a_data_center_card_is_a_gpu(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
+    """As Intel's runtime shows them: a model that needs 100 GB does not fit one of them."""
+    write_card(tmp_path, 0, {"device": "0x0bd5", **files})
+    write_card(tmp_path, 1, {"device": "0xe20b", "tile0/physical_vram_size_bytes": str(12 << 30)})
+    found = [(one.index, one.memory_bytes, one.free_bytes) for one in read_intel(tmp_path).accelerators]
+    assert found == [(0, 64 << 30, free), (1, 64 << 30, free), (2, 12 << 30, None)]
 
 
 def test_the_data_center_i915_reports_free_memory(tmp_path: Path) -> None:

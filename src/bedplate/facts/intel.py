@@ -14,7 +14,7 @@ from bedplate.facts.devices import (
     read_uevent,
     read_word,
 )
-from bedplate.values import Accelerator
+from bedplate.values import Accelerator, replace_fields
 
 INTEL_PCI_VENDOR = "0x8086"
 # Discrete cards by PCI device id, with the names in Mesa's list of Intel GPUs.
@@ -33,10 +33,13 @@ NAMES = {
     0xE211: "Intel Arc Pro B60",
     0xE212: "Intel Arc Pro B50",
 }
+STACKS = {0x0BD5: 2}
+"""GPUs in a card that the runtime shows as devices of their own, unless ZE_FLAT_DEVICE_HIERARCHY says otherwise (oneAPI
+GPU Optimization Guide 2025.0, "Exposing the Device Hierarchy")."""
 
 
 def read_intel(root: Path = Path("/")) -> FoundAccelerators:
-    """Intel's discrete cards. Graphics inside a CPU has no memory of its own and is only noted."""
+    """The GPUs of Intel's discrete cards. Graphics inside a CPU has no memory of its own and is only noted."""
     found: list[Accelerator] = []
     notes: list[str] = []
     for device in list_cards(root, INTEL_PCI_VENDOR):
@@ -47,7 +50,9 @@ def read_intel(root: Path = Path("/")) -> FoundAccelerators:
                 f"Intel graphics {read_word(device / 'device') or ''} is built into the CPU and does not count as a GPU"
             )
             continue
-        found.append(make_intel_accelerator(len(found), device, chip, memory))
+        stacks = STACKS.get(chip or 0, 1)
+        card = make_intel_accelerator(device, chip, memory, stacks)
+        found += [replace_fields(card, index=len(found) + stack) for stack in range(stacks)]
         if memory is None:
             notes.append(f"{found[-1].name}: this version of its driver does not report its memory")
     to_host = (make_host_link(card.index, card.pcie) for card in found)
@@ -55,17 +60,18 @@ def read_intel(root: Path = Path("/")) -> FoundAccelerators:
     return FoundAccelerators(accelerators=tuple(found), links=links, notes=tuple(notes))
 
 
-def make_intel_accelerator(index: int, device: Path, chip: int | None, memory: int | None) -> Accelerator:
-    about = read_uevent(device)
+def make_intel_accelerator(device: Path, chip: int | None, memory: int | None, stacks: int = 1) -> Accelerator:
+    """One of the GPUs of a card."""
+    about, free = read_uevent(device), read_free_memory(device)
     clocks = sorted(device.glob("tile0/gt0/freq0")) or sorted(device.glob("drm/card*/gt/gt0"))
     clock = clocks[0] if clocks else device
     return Accelerator(
         name=NAMES.get(chip or 0, f"Intel GPU {read_word(device / 'device') or ''}".strip()),
         vendor="intel",
-        index=index,
+        index=0,
         pci_address=about.get("PCI_SLOT_NAME"),
-        memory_bytes=memory,
-        free_bytes=read_free_memory(device),
+        memory_bytes=memory and memory // stacks,
+        free_bytes=free and free // stacks,
         driver_version=about.get("DRIVER"),
         sm_clock_mhz=read_number(clock / "act_freq") or read_number(clock / "rps_act_freq_mhz"),
         max_sm_clock_mhz=read_number(clock / "max_freq") or read_number(clock / "rps_max_freq_mhz"),
