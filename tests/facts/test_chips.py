@@ -467,6 +467,16 @@ def test_an_unknown_chip_is_rejected_with_similar_names(text: str, nearest: str)
         assert nearest in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    "text", ["ThinkPad X1", "Dell XPS 15", "ROG Zephyrus G14", "MacBook Air", "Framework Laptop 13"]
+)
+def test_a_product_without_a_chip_is_told_how_to_name_one(text: str) -> None:
+    with pytest.raises(UsageError, match=f"“{text}” names a product and no known chip") as caught:
+        find_chip(text)
+    named = (caught.value.hint or "").rpartition("for example: ")[2]
+    assert named.startswith(text) and find_chip(named)
+
+
 @pytest.mark.parametrize("text", ["", "   ", "8x", "x", "GPU", "NVIDIA", "0x H100 SXM", "80GB", "()", "a" * 1000])
 def test_an_empty_name_is_rejected(text: str) -> None:
     with pytest.raises(UsageError) as caught:

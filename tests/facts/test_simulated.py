@@ -174,6 +174,9 @@ def test_memory_comes_from_the_name_or_the_only_size() -> None:
     assert make_simulated_hardware({"accelerator": "DGX Spark"}).memory.total_bytes == 122572 << 20
     with pytest.raises(UsageError, match=r"hardware.ram_gb: specify the memory of the Apple M4 Pro"):
         make_simulated_hardware({"accelerator": "M4 Pro"})
+    with pytest.raises(UsageError, match=r"specify the memory of the AMD EPYC 9354") as caught:
+        make_simulated_hardware({"cpu": "EPYC 9354"})
+    assert caught.value.hint == "for example: “AMD EPYC 9354 64GB”, or ram_gb: 64 in an intent"
     with pytest.raises(UsageError, match=r"hardware.ram_gb: 32, but the name states 64"):
         make_simulated_hardware({"accelerator": "M4 Max 64GB", "ram_gb": 32})
 

@@ -343,13 +343,22 @@ LAPTOPS = re.compile(
     r"\b(?:razer\s+blade|(?:asus\s+)?rog\s+(?:zephyrus|strix)|(?:lenovo\s+)?legion|alienware|thinkpad|(?:dell\s+)?xps|"
     r"(?:hp\s+)?omen|(?:acer\s+)?predator)\b.*?(?=\b(?:geforce|rtx)\b)"
 )
-# Laptops without a graphics card, named before their processor.
-OFFICE_LAPTOPS = re.compile(
+_OFFICE_SERIES = (
     r"^(?:(?:lenovo|dell|hp|asus|acer|msi|microsoft|samsung|framework|lg)\s+)?\b(?:thinkpad|thinkbook|ideapad|yoga|"
     r"legion|xps|latitude|inspiron|precision|elitebook|probook|zbook|spectre|envy|pavilion|zenbook|vivobook|swift|"
-    r"aspire|surface|galaxy\s+book|framework(?:\s+laptop)?|gram)\b.*?"
+    r"aspire|surface|galaxy\s+book|framework(?:\s+laptop)?|gram)\b"
+)
+# Laptops without a graphics card, named before their processor.
+OFFICE_LAPTOPS = re.compile(
+    _OFFICE_SERIES + r".*?"
     r"(?=\b(?:(?:intel\s+)?(?:core\s+)?(?:i[3579]-|ultra\s+[579]\b)|(?:amd\s+)?ryzen\b))"
 )
+WITHOUT_CHIP = (
+    (re.compile(_OFFICE_SERIES), "i7-1260P 16GB"),
+    (re.compile(r"^(?:razer\s+blade|(?:asus\s+)?rog\b|alienware|(?:hp\s+)?omen|(?:acer\s+)?predator)"), "RTX 4070"),
+    (re.compile(r"^(?:apple\s+)?(?:macbook|mac\s+(?:studio|mini|pro)|imac)\b"), "M4 16GB"),
+)
+"""Products that are sold with several chips, and how one may be named behind them."""
 MARKS = re.compile(r"\((?:r|tm)\)|[®™]")
 MAKERS = re.compile(r"(?:nvidia|geforce|rtx|gtx|tesla|amd|radeon|rx|instinct|apple|intel)+(?=.)")
 WORD = re.compile(r"[a-z0-9]+")
@@ -581,6 +590,10 @@ def _make_unknown_error(text: str, index: _ChipIndex) -> UsageError:
     shown = text.strip()
     if not shown:
         return UsageError("no chip is named", hint="for example: 8x H100 SXM")
+    for product, example in WITHOUT_CHIP:
+        if product.match(shown.lower()):
+            hint = f"it is sold with several chips; name its own too, for example: {shown} {example}"
+            return UsageError(f"“{shown}” names a product and no known chip", hint=hint)
     nearest = ", ".join(_find_nearest_names(shown.lower(), index))
     return UsageError(
         f"unknown chip “{shown}”",

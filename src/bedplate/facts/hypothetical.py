@@ -369,9 +369,10 @@ def _make_memory(
     if ram_bytes is None:
         name = owner.chip.name if owner is not None else "machine"
         sizes = _format_sizes(owner.chip) if owner is not None else ""
+        example = f"“{name} 64GB”, or ram_gb: 64 in an intent" if owner is not None else "ram_gb: 64"
         raise UsageError(
             f"hardware.ram_gb: specify the memory of the {name}",
-            hint=f"it is sold with {sizes} GB" if sizes else "ram_gb: 64",
+            hint=f"it is sold with {sizes} GB" if sizes else f"for example: {example}",
         )
     if owner is not None and owner.chip.unified and ram_bytes == owner.chip.memory_bytes:
         ram_bytes = owner.chip.reported_bytes or ram_bytes  # firmware reserves a part of the nominal size
