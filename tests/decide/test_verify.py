@@ -122,6 +122,10 @@ def show_other_card(shown: ShownPlan) -> ShownPlan:
     return replace(shown, launch=replace_fields(shown.launch, env=env))
 
 
+def drop_environment(shown: ShownPlan) -> ShownPlan:
+    return replace(shown, launch=replace_fields(shown.launch, env={}))
+
+
 def change_model(shown: ShownPlan, **fields: Any) -> ShownPlan:
     return shown.with_model(replace_fields(shown.plan.model, **fields))
 
@@ -213,6 +217,10 @@ FAULTS: dict[str, tuple[str, Callable[[], ShownPlan]]] = {
     "experts in RAM beside three idle cards": (
         "layout.idle-cards",
         lambda: put_experts_on_host(make_plan("llama.cpp", "RTX 3090", 4, "Qwen/Qwen3-30B-A3B", 1)),
+    ),
+    "a GPU without kernels beside another": (
+        "llama.cpp.amd-kernels",
+        lambda: drop_environment(make_plan("llama.cpp", "RX 6600", 1, "Qwen/Qwen3-4B", 1)),
     ),
     # memory card by card
     "experts on the host without a split": (

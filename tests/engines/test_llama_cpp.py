@@ -664,6 +664,13 @@ class TestBuilding:
         for options in (configured, *variants):
             assert ("-DGPU_TARGETS=gfx1030" in options) == (run_as is not None)
 
+    def test_a_gpu_that_is_run_as_another_has_no_part_in_a_layout_with_others(self) -> None:
+        hardware = make_simulated_hardware({"accelerator": ["RX 6600", "RX 7900 XTX"], "ram_gb": 64})
+        found = decide(hardware, find_model("Qwen/Qwen3-32B"), Workload(), "llama.cpp")
+        assert found.launch is not None and found.launch.env["HIP_VISIBLE_DEVICES"] == "1"
+        both = decide(hardware, find_model("meta-llama/Meta-Llama-3.1-70B"), Workload(), "llama.cpp")
+        assert both.launch is None or both.launch.env["HIP_VISIBLE_DEVICES"] in ("0", "1")
+
     def test_windows_does_not_run_a_gpu_as_another_one(self) -> None:
         hardware = make_simulated_hardware({"accelerator": "RX 6600", "ram_gb": 64, "os": "windows"})
         found = decide(hardware, find_model("Qwen/Qwen3-4B"), Workload(), "llama.cpp")

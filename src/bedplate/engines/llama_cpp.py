@@ -73,6 +73,7 @@ from bedplate.facts.adapters import compute_adapter_bytes
 from bedplate.facts.chips import find_accelerator_chip
 from bedplate.facts.known_models import GGUF_BITS
 from bedplate.values import (
+    Accelerator,
     Hardware,
     Launch,
     Model,
@@ -154,6 +155,7 @@ SIMILAR_GFX: Mapping[str, tuple[str, str]] = {"gfx1031": ("gfx1030", "10.3.0"), 
 """By AMD GPU without kernels in rocBLAS, which then ends the program ("Cannot read TensileLibrary.dat"): the GPU that
 it is built for and run as, and the version that HSA_OVERRIDE_GFX_VERSION names it by (docs/build.md of b21e4de;
 nktice/AMD-AI issue 6 for gfx1032). The variable has no effect on Windows."""
+RUN_AS = "HSA_OVERRIDE_GFX_VERSION"
 ANY_CUDA = ("-DCMAKE_CUDA_ARCHITECTURES=native",)
 """Compile for the installed cards only, instead of for a dozen generations."""
 X86_OPTIONS = {
@@ -315,6 +317,14 @@ def check_split(launch: PlannedLaunch) -> str | None:
     return "the layers with experts on the host all come first, so that the last card gets most of the experts"
 
 
+def check_amd_kernels(launch: PlannedLaunch) -> str | None:
+    """A GPU without kernels in rocBLAS is run as a similar one; the variable for this counts for all GPUs."""
+    lacking = [card.name for card in launch.cards if _find_gfx(card) in SIMILAR_GFX]
+    if launch.device != "rocm" or launch.hardware.os != "linux" or not lacking or RUN_AS in launch.launch.env:
+        return None
+    return f"rocBLAS has no kernels for the {lacking[0]}, and beside other GPUs it cannot be run as a similar one"
+
+
 def check_embedding_batch(launch: PlannedLaunch) -> str | None:
     """A micro-batch holds the longest input whose embedding is computed."""
     size, asked = launch.get_count("--ubatch-size", MICRO_BATCH), launch.plan.workload.request_tokens
@@ -342,6 +352,8 @@ LAUNCH_RULES = (
     LaunchRule("llama.cpp.cache-type", "src/llama-context.cpp of b10586: type_v, n_embd_head_v", check_cache_type),
     LaunchRule("llama.cpp.split", "src/llama-model.cpp of b10586: load_tensors, splits; common/arg.cpp: --n-cpu-moe",
                check_split),
+    LaunchRule("llama.cpp.amd-kernels", "docs/build.md of b21e4de: HSA_OVERRIDE_GFX_VERSION; nktice/AMD-AI issue 6",
+               check_amd_kernels, "the GPU alone, or Vulkan"),
 )  # fmt: skip
 RULE_SOURCES = {
     "plan.device": "ggml/src/ggml-cuda/CMakeLists.txt of b10586",
@@ -921,11 +933,15 @@ def _find_overridden_gfx(hardware: Hardware) -> str | None:
     """The AMD GPU that rocBLAS has no kernels for, if all of the machine's are run as the same other one."""
     found = set()
     for card in find_cards(hardware, ("amd",)):
-        chip = find_accelerator_chip(card)
-        reported = (card.architecture or "").split(":")[0].lower()
-        found.add(reported if reported.startswith("gfx") else chip.gfx if chip is not None else None)
+        found.add(_find_gfx(card))
     known = {SIMILAR_GFX.get(one or "") for one in found}
     return min(filter(None, found)) if hardware.os == "linux" and len(known) == 1 and None not in known else None
+
+
+def _find_gfx(card: Accelerator) -> str | None:
+    chip = find_accelerator_chip(card)
+    reported = (card.architecture or "").split(":")[0].lower()
+    return reported if reported.startswith("gfx") else chip.gfx if chip is not None else None
 
 
 def _choose_gfx(overridden: str | None) -> tuple[str, ...]:
@@ -935,7 +951,7 @@ def _choose_gfx(overridden: str | None) -> tuple[str, ...]:
 
 def _make_environment(settings: Settings) -> dict[str, str]:
     similar = SIMILAR_GFX.get(settings.board or "")
-    return {"HSA_OVERRIDE_GFX_VERSION": similar[1]} if similar is not None else {}
+    return {RUN_AS: similar[1]} if similar is not None else {}
 
 
 def _plan_cmake(settings: Settings, programs: list[str]) -> list[Preparation]:
