@@ -104,7 +104,8 @@ async def take_picture(page: Page, url: str, file: Path, width: int, height: int
         await page.wait_until("document.getElementById('binding').textContent.trim()")
     except AssertionError:
         why = await page.evaluate("document.getElementById('bound').textContent")
-        sys.exit(f"error: the page names no bottleneck: {why}\nhint: run bedplate probe --measure before; nothing else may run on this machine")
+        hint = "hint: run bedplate probe --measure before; nothing else may run on this machine"
+        sys.exit(f"error: the page names no bottleneck: {why}\n{hint}")
     await page.save_picture(file, whole=False)
     assert not page.complaints, page.complaints
     print(file)
