@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bedplate.values import Decision, Hardware, Model
     from bedplate.values.intent import Intent, Service
 
-OTHER_TARGETS = {
+EMIT_TARGETS = {
     "command": ("sh", "bash", "shell", "script"),
     "compose": ("docker", "docker-compose", "podman"),
     "kubernetes": ("k8s", "kube", "kubectl"),
@@ -296,13 +296,15 @@ def _show_alternatives(intent: Intent, engine: str | None, *, untuned: bool) -> 
 def _check_target(emit: str | None) -> None:
     from bedplate.errors import UsageError
 
-    if emit is None or emit in OTHER_TARGETS:
+    if emit is None or emit in EMIT_TARGETS:
         return
     import difflib
 
-    same = next((target for target, words in OTHER_TARGETS.items() if emit.lower() in words), None)
-    near = same or next(iter(difflib.get_close_matches(emit.lower(), OTHER_TARGETS, 1)), None)
-    choices = "choose command, compose, kubernetes, dynamo or ray"
+    from bedplate.values.choices import join_with_or
+
+    same = next((target for target, words in EMIT_TARGETS.items() if emit.lower() in words), None)
+    near = same or next(iter(difflib.get_close_matches(emit.lower(), EMIT_TARGETS, 1)), None)
+    choices = f"choose {join_with_or(EMIT_TARGETS)}"
     raise UsageError(f"unknown target {emit!r}", hint=f"did you mean {near}? {choices}" if near else choices)
 
 

@@ -372,7 +372,7 @@ def _describe_missed(candidate: EngineCandidate, case: DecisionCase) -> str:
     over = [
         f"{name} {format_latency(took)} of {format_latency(limit)}"
         for name, took, limit in list_latencies(candidate, case)
-        if took > limit * get_slack(case)
+        if took > limit * get_slack(case.workload)
     ]
     return f"misses the latency targets: {', '.join(over)}"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from bedplate.decide.case import CHAT_SLACK, CHAT_TARGET
 from bedplate.decide.choose import decide
 from bedplate.decide.hints import find_growing_queue
+from bedplate.decide.targets import get_slack, get_target
 from bedplate.errors import UsageError
 from bedplate.facts.chips import Chip, load_chips
 from bedplate.facts.hypothetical import make_simulated_hardware
-from bedplate.values import Decision, Hardware, LatencyTarget, Model, Workload, units
+from bedplate.values import Decision, Hardware, Model, Workload, units
 from bedplate.values.intent import Operations
 from bedplate.values.record import Record
 
@@ -122,11 +122,6 @@ def is_laptop(chip: str) -> bool:
     return chip.endswith(LAPTOP)
 
 
-def get_latency_target(workload: Workload) -> LatencyTarget | None:
-    """The stated targets, or those that text generation is planned for."""
-    return workload.latency or (CHAT_TARGET if workload.is_chat else None)
-
-
 def _make_offer(chip: Chip, model: Model, workload: Workload, operations: Operations) -> Offer | None:
     for count in (1,) if chip.unified or is_laptop(chip.name) else COUNTS:
         try:
@@ -146,13 +141,13 @@ def serves(decision: Decision, workload: Workload) -> bool:
         return False
     if decision.memory is not None and decision.memory.offload is not None:
         return False
-    target, expected = get_latency_target(workload), decision.estimate
+    target, expected = get_target(workload), decision.estimate
     if target is None:
         return True
     first, each = (figure.value if figure is not None else None for figure in (expected.ttft_ms, expected.tpot_ms))
     if workload.latency is None and (first is None or each is None):
         return True  # nobody asked for these targets: a speed that is not predicted does not count against a chip
-    return target.compute_overrun(first, each) <= (1.0 if workload.latency is not None else CHAT_SLACK)
+    return target.compute_overrun(first, each) <= get_slack(workload)
 
 
 def _make_machine(chip: Chip, count: int) -> Hardware:

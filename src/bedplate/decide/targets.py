@@ -6,32 +6,32 @@ import math
 from typing import TYPE_CHECKING
 
 from bedplate.decide.case import CHAT_SLACK, CHAT_TARGET, DecisionCase
-from bedplate.values import LatencyTarget
+from bedplate.values import LatencyTarget, Workload
 
 if TYPE_CHECKING:
     from bedplate.decide.candidates import EngineCandidate
 
 
-def get_target(case: DecisionCase) -> LatencyTarget | None:
-    """The latency targets of the workload, or those of a chat; none for other work."""
-    return case.workload.latency or (CHAT_TARGET if case.workload.is_chat else None)
+def get_target(workload: Workload) -> LatencyTarget | None:
+    """The latency targets that it states, or those of a chat; none for other work."""
+    return workload.latency or (CHAT_TARGET if workload.is_chat else None)
 
 
-def get_slack(case: DecisionCase) -> float:
+def get_slack(workload: Workload) -> float:
     """The factor up to which the latency targets count as met."""
-    return 1.0 if case.workload.latency is not None else CHAT_SLACK
+    return 1.0 if workload.latency is not None else CHAT_SLACK
 
 
 def compute_shortfall(candidate: EngineCandidate, case: DecisionCase) -> float:
     """The product of the factors by which it misses TTFT, TPOT and the number of requests; 1 if it misses none."""
     shortfall = max(1.0, case.in_flight / max(1, candidate.usual_concurrency))
-    slack = get_slack(case)
+    slack = get_slack(case.workload)
     return shortfall * math.prod(max(1.0, took / limit / slack) for _, took, limit in list_latencies(candidate, case))
 
 
 def list_latencies(candidate: EngineCandidate, case: DecisionCase) -> list[tuple[str, float, float]]:
     """(name, estimate, target) in milliseconds of each latency with a target; empty without an estimate."""
-    target, expected = get_target(case), candidate.expected
+    target, expected = get_target(case.workload), candidate.expected
     if target is None or expected is None:
         return []
     pairs = (("TTFT", expected.ttft_s, target.ttft_ms), ("TPOT", expected.tpot_s, target.tpot_ms))
@@ -41,7 +41,7 @@ def list_latencies(candidate: EngineCandidate, case: DecisionCase) -> list[tuple
 def meets_targets(candidate: EngineCandidate, case: DecisionCase) -> bool:
     """Whether the estimate meets the latency targets; false without an estimate."""
     latencies = list_latencies(candidate, case)
-    return bool(latencies) and all(took <= limit * get_slack(case) for _, took, limit in latencies)
+    return bool(latencies) and all(took <= limit * get_slack(case.workload) for _, took, limit in latencies)
 
 
 def is_limited_by_cache(candidate: EngineCandidate, case: DecisionCase) -> bool:
@@ -54,7 +54,11 @@ def is_limited_by_cache(candidate: EngineCandidate, case: DecisionCase) -> bool:
     expected = candidate.expected
     if expected is None:
         return False
-    slow = [took - limit * get_slack(case) for name, took, limit in list_latencies(candidate, case) if name == "TPOT"]
+    slow = [
+        took - limit * get_slack(case.workload)
+        for name, took, limit in list_latencies(candidate, case)
+        if name == "TPOT"
+    ]
     if not slow or slow[0] <= 0:
         return False
     # Half of the cache's bytes may be enough to meet the target, even if something else takes longer.

@@ -101,10 +101,17 @@ FP8_EXPERTS_LEAST = (8, 9)
 """Triton compiles its kernels for experts with FP8 weights and activations only from this compute capability on."""
 
 
-def lacks_expert_kernels(model: Model, capability: tuple[int, int] | None) -> bool:
+def lacks_expert_kernels(model: Model, device: Device, capability: tuple[int, int] | None) -> bool:
     """Whether these are FP8 experts that Triton's kernels would compute on an NVIDIA GPU without FP8 units."""
-    old = capability is not None and capability < FP8_EXPERTS_LEAST
+    old = device == "cuda" and capability is not None and capability < FP8_EXPERTS_LEAST
     return old and bool(model.num_experts) and (model.quantization or "").upper() == "FP8"
+
+
+def explain_expert_kernels(launch: PlannedLaunch) -> str | None:
+    if not lacks_expert_kernels(launch.loaded, launch.device, launch.capability):
+        return None
+    needed = ".".join(map(str, FP8_EXPERTS_LEAST))
+    return f"FP8 experts need compute capability {needed}; this one is {format_capability(launch)}"
 
 
 def explain_packing(

@@ -931,9 +931,7 @@ def _choose_cuda_architectures(hardware: Hardware, device: Device) -> tuple[str,
 
 def _find_overridden_gfx(hardware: Hardware) -> str | None:
     """The AMD GPU that rocBLAS has no kernels for, if all of the machine's are run as the same other one."""
-    found = set()
-    for card in find_cards(hardware, ("amd",)):
-        found.add(_find_gfx(card))
+    found = {_find_gfx(card) for card in find_cards(hardware, ("amd",))}
     known = {SIMILAR_GFX.get(one or "") for one in found}
     return min(filter(None, found)) if hardware.os == "linux" and len(known) == 1 and None not in known else None
 

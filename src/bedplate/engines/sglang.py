@@ -23,6 +23,7 @@ from bedplate.engines.base import (
 from bedplate.engines.checks import (
     LaunchRule,
     PlannedLaunch,
+    explain_expert_kernels,
     explain_old_method,
     explain_packing,
     format_capability,
@@ -277,9 +278,7 @@ def check_method(launch: PlannedLaunch) -> str | None:
 
 def check_expert_kernels(launch: PlannedLaunch) -> str | None:
     """FP8 experts need compute capability 8.9: they are computed by Triton, not by Marlin kernels as dense layers."""
-    if launch.device != "cuda" or not lacks_expert_kernels(launch.loaded, launch.capability):
-        return None
-    return f"FP8 experts need compute capability 8.9; this one is {format_capability(launch)}"
+    return explain_expert_kernels(launch)
 
 
 PACKED_BITS: Mapping[str, frozenset[int]] = {"awq": frozenset([4]), "gptq": frozenset([2, 3, 4, 8])}
@@ -586,7 +585,7 @@ class Sglang(Engine):
             return (choose_plain_weights(label, target),) if method == "16-bit" else ()
         if method != "16-bit":
             as_it_is = Weights(label=model.quantization or label, made="as it is", format="safetensors")
-            lacks = target.device == "cuda" and lacks_expert_kernels(model, target.capability)
+            lacks = lacks_expert_kernels(model, target.device, target.capability)
             return (as_it_is,) if self.find_quantization(method, target) is not None and not lacks else ()
         found = [choose_plain_weights(label, target)]
         if workload.adapters and model.num_experts:

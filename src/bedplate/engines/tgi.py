@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from bedplate.engines.base import SIXTEEN_BIT, ComputeTarget, Engine, EngineState, Features, KnownFailure, MemoryUse
-from bedplate.engines.checks import LaunchRule, PlannedLaunch, format_capability, lacks_expert_kernels
+from bedplate.engines.checks import LaunchRule, PlannedLaunch, explain_expert_kernels, lacks_expert_kernels
 from bedplate.engines.quantizations import make_rows
 from bedplate.engines.shared import (
     HUB,
@@ -119,9 +119,7 @@ def check_architecture(launch: PlannedLaunch) -> str | None:
 
 def check_expert_kernels(launch: PlannedLaunch) -> str | None:
     """FP8 experts need compute capability 8.9: Triton computes them with FP8 activations."""
-    if launch.device != "cuda" or not lacks_expert_kernels(launch.loaded, launch.capability):
-        return None
-    return f"FP8 experts need compute capability 8.9; this one is {format_capability(launch)}"
+    return explain_expert_kernels(launch)
 
 
 RULE_SOURCES = {"adapters.loaded": "launcher/src/main.rs of v3.3.7: lora_adapters"}
@@ -229,7 +227,7 @@ class Tgi(Engine):
     def list_weights(self, target: ComputeTarget, model: Model, workload: Workload) -> tuple[Weights, ...]:
         label, method = identify_quantization(model)
         if method != "16-bit":
-            lacks = target.device == "cuda" and lacks_expert_kernels(model, target.capability)
+            lacks = lacks_expert_kernels(model, target.device, target.capability)
             runs = method in QUANTIZE_VALUES and _has_kernels(label, method, target) and not lacks
             return (Weights(label=model.quantization or label, made="as it is", format="safetensors"),) if runs else ()
         found = [choose_plain_weights(label, target)]

@@ -367,12 +367,12 @@ def _make_memory(
             f"hardware.ram_gb is not specified: assuming {ram_bytes / GIB:g} GiB, as much as a node's cards have"
         )
     if ram_bytes is None:
-        name = owner.chip.name if owner is not None else "machine"
-        sizes = _format_sizes(owner.chip) if owner is not None else ""
-        example = f"“{name} 64GB”, or ram_gb: 64 in an intent" if owner is not None else "ram_gb: 64"
+        if owner is None:
+            raise UsageError("hardware.ram_gb: specify the memory of the machine", hint="for example: ram_gb: 64")
+        name, sizes = owner.chip.name, _format_sizes(owner.chip)
         raise UsageError(
             f"hardware.ram_gb: specify the memory of the {name}",
-            hint=f"it is sold with {sizes} GB" if sizes else f"for example: {example}",
+            hint=f"it is sold with {sizes} GB" if sizes else f"for example: “{name} 64GB”, or ram_gb: 64 in an intent",
         )
     if owner is not None and owner.chip.unified and ram_bytes == owner.chip.memory_bytes:
         ram_bytes = owner.chip.reported_bytes or ram_bytes  # firmware reserves a part of the nominal size

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from bedplate.decide.questions import Offer, describe_layout, get_latency_target, is_laptop
+from bedplate.decide.questions import Offer, describe_layout, is_laptop
+from bedplate.decide.targets import get_target
 from bedplate.show.columns import Column, FittingTable
 from bedplate.show.decision import describe_requests, format_short
 from bedplate.values import Figure, Model, Workload
@@ -75,7 +76,7 @@ def _has_many_users(workload: Workload) -> bool:
 
 def _describe_target(workload: Workload) -> str:
     """The latency targets, which are those of a chat if the workload states none."""
-    target = get_latency_target(workload)
+    target = get_target(workload)
     if target is None:
         return ""
     pairs = (("TTFT", target.ttft_ms), ("TPOT", target.tpot_ms))
