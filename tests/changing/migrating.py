@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def word(prompt, number=0):
 """
 
 
+BASELINE = 40
+"""Requests of the old engine with which a slow one is compared."""
+SLOW_S = 0.3
+"""Thirty times the usual pause before a token."""
+
+
 def make_engine(
     folder: Path, name: str, *, seed: str = "same", pause_s: float = 0.01, dies_after: int = 0
 ) -> PreparedModel:
@@ -75,6 +82,21 @@ def offer_engines(monkeypatch: pytest.MonkeyPatch, **engines: PreparedModel) -> 
     monkeypatch.setattr(
         MigrationRun, "_prepare_in_thread", lambda self, progress, hardware=None: engines[self.asked.engine]
     )
+
+
+def offer_slow_engine(monkeypatch: pytest.MonkeyPatch, slow: PreparedModel) -> None:
+    """The same for one engine that is to be rejected because it is slow.
+
+    It is prepared when the old engine has served many requests, so that their median is the usual latency, also if the
+    first ones had to wait.
+    """
+
+    def prepare(self: MigrationRun, progress: object, hardware: object = None) -> PreparedModel:
+        while self._usual.count < BASELINE and self.host.state == "ready":
+            time.sleep(0.005)
+        return slow
+
+    monkeypatch.setattr(MigrationRun, "_prepare_in_thread", prepare)
 
 
 async def send_requests(host: Host, count: int, tokens: int = 3) -> list[tuple[int, dict[str, Any]]]:

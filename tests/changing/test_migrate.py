@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.changing.migrating import Load, make_engine, make_quick_request, offer_engines, send_requests
+from tests.changing.migrating import (
+    SLOW_S,
+    Load,
+    make_engine,
+    make_quick_request,
+    offer_engines,
+    offer_slow_engine,
+    send_requests,
+)
 from tests.engines.plans import machine
 from tests.hosting.stub_hosts import (
     DIES,
@@ -94,7 +102,7 @@ class TestSideBySide:
     def test_slow_challenger_is_rolled_back_after_draining(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "slow", pause_s=0.1)})
+        offer_slow_engine(monkeypatch, make_engine(tmp_path, "slow", pause_s=SLOW_S))
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
@@ -190,7 +198,7 @@ class TestIncumbentDies:
 
     @pytest.mark.measures
     def test_new_process_of_the_incumbent_takes_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "slow", pause_s=0.1)})
+        offer_slow_engine(monkeypatch, make_engine(tmp_path, "slow", pause_s=SLOW_S))
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
@@ -206,8 +214,8 @@ class TestIncumbentDies:
 
     @pytest.mark.measures
     def test_challenger_stays_if_no_other_engine_is_left(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        slow = make_engine(tmp_path, "slow", pause_s=0.1)
-        offer_engines(monkeypatch, **{"llama.cpp": slow})
+        slow = make_engine(tmp_path, "slow", pause_s=SLOW_S)
+        offer_slow_engine(monkeypatch, slow)
 
         async def then(host: Host) -> None:
             await add(host, make_engine(tmp_path, "one"))
@@ -310,12 +318,12 @@ class TestSwap:
         with_host(then, tmp_path, budget_bytes=round(1.5 * count_need_bytes(first)))
 
     @pytest.mark.measures
-    @pytest.mark.parametrize(("seed", "pause_s", "stage"), [("other", 0.01, "answers"), ("same", 0.1, "traffic")])
+    @pytest.mark.parametrize(("seed", "pause_s", "stage"), [("other", 0.01, "answers"), ("same", SLOW_S, "traffic")])
     def test_failed_swap_restarts_the_old_engine(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: str, pause_s: float, stage: str
     ) -> None:
         first = make_engine(tmp_path, "one")
-        offer_engines(monkeypatch, **{"llama.cpp": make_engine(tmp_path, "bad", seed=seed, pause_s=pause_s)})
+        offer_slow_engine(monkeypatch, make_engine(tmp_path, "bad", seed=seed, pause_s=pause_s))
 
         async def then(host: Host) -> None:
             await add(host, first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 from tests.runs import make_cell, make_run
 
@@ -96,7 +97,13 @@ def test_each_finished_cell_is_a_line_in_a_pipe() -> None:
     assert heads.split()[0] == "engine" and lines[3].index("Q4_1") == heads.index("weights")
 
 
-def test_the_table_fills_in_on_a_terminal() -> None:
+def test_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(choose_view(Console(file=io.StringIO(), force_terminal=True)), LineView)
+
+
+def test_the_table_fills_in_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     console = Console(file=out, width=150, force_terminal=True, highlight=False, color_system=None)
     teller = choose_view(console)

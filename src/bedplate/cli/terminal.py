@@ -125,7 +125,7 @@ class TerminalProgress:
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
         began = time.monotonic()
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             with self._show_bar(label, total) as update:
                 yield update
         else:

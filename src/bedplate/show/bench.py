@@ -445,4 +445,5 @@ def _describe_spread_so_far(cell: Cell) -> str:
 
 def choose_view(console: Console, judge: Judge = lambda run: {}, notes: Console | None = None) -> BenchView:
     """`judge` finds the bottleneck of each cell, by cell id; `notes` is the console for notes. Default: `console`."""
-    return TableView(console, judge) if console.is_terminal else LineView(console, judge, notes)
+    can_redraw = console.is_terminal and not console.is_dumb_terminal
+    return TableView(console, judge) if can_redraw else LineView(console, judge, notes)

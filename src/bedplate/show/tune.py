@@ -49,7 +49,7 @@ class TuneView(TuningListener):
         self._own: float | None = None
 
     def __enter__(self) -> TuneView:
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._status = self._console.status("", refresh_per_second=2)
             self._status.start()
         return self
