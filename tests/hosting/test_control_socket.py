@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from tests.conftest import HANG_S
 
 from bedplate.errors import ExternalFailure, NotPossible, UsageError
@@ -38,6 +39,7 @@ class HostStub:
         self.went_on = asyncio.Event()
         self.begun = asyncio.Event()
         self.go = asyncio.Event()
+        self.end = asyncio.Event()
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -60,7 +62,9 @@ async def take_long(host: Any, asked: NoArguments, tell: Callable[[str], None]) 
     host.begun.set()
     try:
         await host.go.wait()
+        tell("going on")
         host.went_on.set()
+        await host.end.wait()
     except asyncio.CancelledError:
         host.cancelled.set()
         raise
@@ -88,8 +92,16 @@ def make_record(path: Path) -> ServiceRecord:
     )
 
 
-def run_server(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable[None]]) -> HostStub:
+def run_server(
+    folder: Path,
+    then: Callable[[HostStub, ServiceRecord], Awaitable[None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> HostStub:
+    """What the loop would print as a traceback fails the test."""
+    printed: list[dict[str, Any]] = []
+
     async def run() -> HostStub:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
         host = HostStub()
         server = ControlServer(host, OPERATIONS)  # type: ignore[arg-type]
         path = await server.start(folder / "run" / "chat.sock", "chat")
@@ -99,7 +111,10 @@ def run_server(folder: Path, then: Callable[[HostStub, ServiceRecord], Awaitable
         assert not path.exists()
         return host
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        host = runner.run(run())
+    assert printed == []
+    return host
 
 
 async def ask_in_thread(record: ServiceRecord, do: str, arguments: Record | None = None, **more: Any) -> Any:
@@ -140,8 +155,11 @@ def test_unexpected_exception_is_reported_and_logged(tmp_path: Path) -> None:
     run_server(tmp_path, then)
 
 
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop])
 @pytest.mark.parametrize("do", ["long", "lasting"])
-def test_disconnect_cancels_an_operation_unless_it_goes_on(tmp_path: Path, do: str) -> None:
+def test_disconnect_cancels_an_operation_unless_it_goes_on(
+    tmp_path: Path, do: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
+) -> None:
     async def then(host: HostStub, record: ServiceRecord) -> None:
         _, writer = await asyncio.open_unix_connection(record.socket)
         writer.write(json.dumps({"do": do}).encode() + b"\n")
@@ -154,8 +172,11 @@ def test_disconnect_cancels_an_operation_unless_it_goes_on(tmp_path: Path, do: s
             await ask_in_thread(record, "add", Add(a=1), answer=Sum)
             host.go.set()
             await host.went_on.wait()
+            # Its note has closed the connection when the next one is answered.
+            await ask_in_thread(record, "add", Add(a=1), answer=Sum)
+            host.end.set()
 
-    run_server(tmp_path, then)
+    run_server(tmp_path, then, loop_factory)
 
 
 @pytest.mark.parametrize(

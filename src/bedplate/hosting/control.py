@@ -126,10 +126,7 @@ class ControlServer:
             self._host.say(f"a request on the control socket failed: {error!r}")
             send(error=ErrorReport(message=f"the service failed to run this request: {error!r}", exit_code=3))
         finally:
-            with contextlib.suppress(ConnectionError):
-                if writer.can_write_eof():
-                    writer.write_eof()
-                writer.close()
+            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, tell: Tell) -> object:
         async with asyncio.timeout(ASK_LIMIT_S):

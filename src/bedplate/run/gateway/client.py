@@ -729,7 +729,8 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None or self._rejection is None:
             return
         self._transport.write(self._rejection)
-        if self._transport.can_write_eof():
+        # uvloop closes it at once if the client has disconnected.
+        if not self._transport.is_closing() and self._transport.can_write_eof():
             self._transport.write_eof()
         self._rejection = None
         self._closing = True
