@@ -8,7 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bedplate.engines.shipped.reference import group_prompts, perturb_rope, read_prefixes
+from bedplate.engines.shipped.reference import (
+    ClearAnswers,
+    LoadedModels,
+    group_prompts,
+    perturb_rope,
+    read_prefixes,
+)
 from bedplate.errors import ExternalFailure
 from bedplate.measure.agreement import QUICK, choose_quick_prefixes, is_clear
 from bedplate.measure.prefixes import hash_prefix, list_fixed_prefixes, list_short_prefixes
@@ -125,6 +131,47 @@ class TestReferenceProgram:
         for none in (None, {}, {"full_attention": {"rope_theta": 1.0}}):
             config.rope_parameters = none
             assert perturb_rope(config) is None
+
+    @pytest.mark.parametrize(
+        ("seen", "clear", "left_s", "too_few"),
+        [
+            (15, 0, 1e6, False),  # too early to tell
+            (16, 0, 140.0, True),  # random weights: 86 prompts fit into the time, with at most two clear answers in 16
+            (16, 0, None, False),  # without a limit, two in 16 would be 70
+            (24, 0, None, True),
+            (16, 10, 140.0, False),
+            (16, 10, 40.0, True),  # only 35 prompts fit into the time
+            (300, 10, 1e6, True),
+        ],
+    )
+    def test_ends_early_if_too_few_clear_answers_can_be_expected(
+        self, seen: int, clear: int, left_s: float | None, too_few: bool
+    ) -> None:
+        answers = ClearAnswers(0.5, 48, 560)
+        answers.seen, answers.clear = seen, clear
+        assert answers.are_too_few(seen * 2.0, left_s) is too_few
+
+    def test_answers_that_are_too_few_end_the_forward_passes(self) -> None:
+        class Job:
+            version, done = 0, False
+
+            def forward(self, model: object) -> None:
+                self.done = True
+
+        class Answers:
+            seen = 0
+
+            def add(self, job: object) -> None:
+                self.seen += 1
+
+            def are_too_few(self, spent_s: float, left_s: float | None) -> bool:
+                return self.seen == 2
+
+        models = LoadedModels.__new__(LoadedModels)
+        models.models = [None]
+        jobs = [Job() for _ in range(4)]
+        models.run(jobs, None, Answers())  # type: ignore[arg-type]
+        assert [job.done for job in jobs] == [True, True, False, False]
 
     @pytest.mark.parametrize("content", ["", "{}", "[]", "[1]", '[""]', "nonsense"])
     def test_rejects_invalid_prefixes(self, tmp_path: Path, content: str) -> None:

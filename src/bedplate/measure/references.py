@@ -24,7 +24,7 @@ from bedplate.engines.base import SIXTEEN_BIT
 from bedplate.engines.roles import REFERENCE
 from bedplate.errors import BedplateError, ExternalFailure, NotPossible
 from bedplate.home import check_free_space, ensure_writable, get_logs_dir, hold_lock, open_private
-from bedplate.measure.agreement import CompletionAnswer, is_clear, read_stored_bits
+from bedplate.measure.agreement import CLEAR_GAP, CompletionAnswer, is_clear, read_stored_bits
 from bedplate.measure.answers import EngineAddress, as_known, request_answers
 from bedplate.measure.likelihood import find_likelihood, read_fixed_text, write_likelihood
 from bedplate.measure.load import run as run_loop
@@ -178,7 +178,7 @@ def _compute(task: ReferenceTask, memory_bytes: int, engine: str | None, install
             f"{len(found.answers)} prefixes were computed within {format_seconds(seconds)}, {clear} of them with a "
             f"clear answer; a reference needs {LEAST_ANSWERS}",
             hint="give more time with --budget"
-            if len(found.answers) < len(list_fixed_prefixes())
+            if clear / max(1, len(found.answers)) * len(list_fixed_prefixes()) >= LEAST_ANSWERS
             else "the next tokens of this model are too uncertain for such a comparison",
         )
     return Reference(
@@ -297,6 +297,7 @@ def _run_pytorch(
         left_s = max(1.0, until - time.monotonic())
         argv = [str(environment.interpreter), *([] if environment.adopted else ["-I"]), str(program)]
         argv += ["--model", str(folder), "--prefixes", str(given), "--text", str(text), "--out", str(out)]
+        argv += ["--clear-gap", str(CLEAR_GAP), "--least", str(LEAST_ANSWERS)]
         argv += ["--seconds", f"{left_s:.0f}", *(["--by-layer"] if method == "float32 by layer" else [])]
         what = f"computing the reference of {task.model.name} with {REFERENCE.name} in {method}"
         _run_with_progress(task, environment, argv, what, KILL_FACTOR * left_s + KILL_S)

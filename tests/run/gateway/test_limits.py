@@ -377,12 +377,27 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return only
 
 
+@pytest.fixture
+def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Advances the gateway's clock by so many seconds."""
+    ahead_s = [0.0]
+    for module in (server, client):
+        monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(server, "_SWEEP_S", 0.01)
+
+    def go(seconds: float) -> None:
+        ahead_s[0] += seconds
+
+    return go
+
+
 @pytest.mark.parametrize("sent", [b"G", b"GET / HT", request(CHAT, STREAM)[:-1]], ids=["letter", "head", "body"])
-async def test_incomplete_request_times_out(sent: bytes, quick: Callable[..., None]) -> None:
-    quick(REQUEST_TIMEOUT_S=0.05)
+async def test_incomplete_request_times_out(sent: bytes, advance: Callable[[float], None]) -> None:
     async with start_gateway() as setup:
         connection = await setup.connect()
         await connection.send(sent)
+        await wait_until(lambda: any(one._request_began for one in setup.gateway.connections), "it to arrive")
+        advance(client.REQUEST_TIMEOUT_S)
         answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
         assert await connection.is_closed()
@@ -404,14 +419,14 @@ async def test_an_idle_connection_is_closed(quick: Callable[..., None]) -> None:
             assert await connection.is_closed()
 
 
-async def test_no_deadline_ends_a_long_answer(quick: Callable[..., None]) -> None:
-    quick(REQUEST_TIMEOUT_S=0.03, KEEP_ALIVE_S=0.03)
+async def test_no_deadline_ends_a_long_answer(advance: Callable[[float], None]) -> None:
     async with start_gateway() as setup:
         go_on = asyncio.Event()
         setup.engine.answer(go_on, make_answer(ANSWER))
         connection, ticking = await setup.connect(), await setup.connect()
         await connection.send(request(CHAT, make_chat_body()))
         await setup.engine.request()
+        advance(1 + max(client.REQUEST_TIMEOUT_S, client.KEEP_ALIVE_S, client.STALLED_READER_S))
         assert await ticking.is_closed()  # by then the other deadline would have passed, too
         go_on.set()
         assert (await connection.answer()).json == ANSWER

@@ -37,6 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="number of threads; default: chosen by PyTorch")
     parser.add_argument("--by-layer", action="store_true", help="keep one layer in memory at a time")
     parser.add_argument("--seconds", type=float, help="time limit; prefixes without time are left out")
+    parser.add_argument("--clear-gap", type=float, default=0.0, help="logit gap from which an answer is clear")
+    parser.add_argument(
+        "--least", type=int, default=0, help="end early if there will be fewer clear answers"
+    )
     parser.add_argument("--out", default="-", help="file for the result; -: stdout")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds if options.seconds else None
@@ -66,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         for version in range(len(configs))
     ]
     models: Any = LayeredModels(options.model, configs) if options.by_layer else LoadedModels(options.model, configs)
-    models.run(jobs, until)
+    models.run(jobs, until, ClearAnswers(options.clear_gap, options.least, sum(map(len, batches))))
     found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     if text:
         first, *jobs = jobs
@@ -149,6 +153,32 @@ class ForwardJob:
             self.logits = kept.logits.float()
 
 
+FEW_PROMPTS = 16
+"""Answers after fewer prompts than this say too little about the others."""
+LUCK = 2
+"""So many more of the answers so far are counted as clear, so that bad luck ends nothing."""
+
+
+class ClearAnswers:
+    """Tells early that there will be too few clear answers: in the time that is left, or because of the weights."""
+
+    def __init__(self, clear_gap: float, least: int, prompts: int) -> None:
+        self.clear_gap, self.least, self.prompts = clear_gap, least, prompts
+        self.seen = self.clear = 0
+
+    def add(self, job: ForwardJob) -> None:
+        if job.last_only and job.version == 0:
+            best = job.logits[:, -1].topk(2).values
+            self.seen += len(job.prompts)
+            self.clear += int((best[:, 0] - best[:, 1] >= self.clear_gap).sum())
+
+    def are_too_few(self, spent_s: float, left_s: float | None) -> bool:
+        if self.seen < FEW_PROMPTS:
+            return False
+        possible = self.prompts if left_s is None else min(self.prompts, self.seen * (1 + left_s / max(spent_s, 1e-6)))
+        return (self.clear + LUCK) / self.seen * possible < self.least
+
+
 class LoadedModels:
     """The versions of a model, completely in memory."""
 
@@ -167,11 +197,15 @@ class LoadedModels:
             other.tie_weights()
             self.models.append(other)
 
-    def run(self, jobs: list[ForwardJob], until: float | None) -> None:
+    def run(self, jobs: list[ForwardJob], until: float | None, answers: ClearAnswers) -> None:
+        began = time.monotonic()
         for number, job in enumerate(jobs):
-            if until is not None and time.monotonic() > until:
+            now = time.monotonic()
+            left_s = None if until is None else until - now
+            if (left_s is not None and left_s < 0) or answers.are_too_few(now - began, left_s):
                 return
             job.forward(self.models[job.version])
+            answers.add(job)
             report_progress(number + 1, len(jobs))
 
 
@@ -233,7 +267,8 @@ class LayeredModels:
             for model in self.models:
                 set_module_tensor_to_device(model, name, "meta")
 
-    def run(self, jobs: list[ForwardJob], until: float | None) -> None:
+    def run(self, jobs: list[ForwardJob], until: float | None, answers: ClearAnswers) -> None:
+        """All answers come with the last layer, so none of them can tell anything early."""
         name, layers = self.layers[0]
         for _, each in self.layers:
             for layer in each:
