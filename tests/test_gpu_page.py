@@ -27,6 +27,7 @@ PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "card" / "results"
 FIRST, SECOND, THIRD, FOURTH = (f"h200-2026-11-17{letter}" for letter in ("", "-b", "-c", "-d"))
 FIFTH, SIXTH, SEVENTH = (f"h200-2026-11-18-{letter}" for letter in "efg")
+EIGHTH = "h200-2026-11-19-h"
 
 
 @cache
@@ -329,6 +330,57 @@ def test_pytorch_with_one_request() -> None:
     assert f"{other[0]} tok/s, {other[1]} ms and {other[2]} ms from seven (G)" in words
 
 
+def test_pytorch_with_64_requests() -> None:
+    run = from_json(Run, read_files(EIGHTH)["pytorch-64/run.json"].encode())
+    (row,) = make_rows(run)
+    samples = sum(len(one.samples) for one in run.cells[0].repeats)
+    words = " ".join(PAGE.split())
+    told = (
+        f"{row.tok_per_s:,.0f} tok/s, TPOT {row.tpot_ms:,.0f} ms and TTFT {row.ttft_ms:,.0f} ms from {samples} requests"
+    )
+    assert f"(H, `pytorch-64`): {told}" in words and not run.cells[0].flags
+    estimate = read_json(EIGHTH, "pytorch-64/plan-64.json")["estimate"]
+    shown = [
+        "{value:,.0f}{unit} ({low:,.0f} to {high:,.0f})".format(unit=unit, **estimate[metric])
+        for metric, unit in (("output_tok_s", " tok/s"), ("tpot_ms", " ms"), ("ttft_ms", " ms"))
+    ]
+    assert f"predicted were {shown[0]}, {shown[1]} and {shown[2]}" in words
+
+
+def test_starts_of_pytorch() -> None:
+    log, (first, later) = read_files(EIGHTH)["pytorch-serve/log.txt"], find_row("PyTorch")
+    folder, start = re.search(r"16-bit weights: ([\d.]+) s\n[\s\S]*?starting PyTorch: ([\d.]+) s", log).groups()  # type: ignore[union-attr]
+    ready = {note: read_json(EIGHTH, f"pytorch-serve/{note}.start.json")["ready_s"] for note in ("cold", "warm")}
+    rest = ready["cold"] - float(folder) - float(start)
+    assert read_numbers(first) == [float(folder), float(start), int(rest), round(ready["cold"])]
+    assert read_numbers(later) == [round(ready["warm"], 1)]
+    for note in ("cold", "warm"):
+        assert read_json(EIGHTH, f"pytorch-serve/{note}.answer.json")["answer"] == "The capital of France is Paris."
+
+
+def test_experts_are_quantized_where_their_16_bit_weights_do_not_fit() -> None:
+    log = read_files(EIGHTH)["moe-memory/experts-logs/card-experts@vllm-1.log"]
+    free = re.search(r"Free memory on device \(([\d.]+)/", log)
+    rows = [line.split(", ") for line in read_files(EIGHTH)["gpu.csv"].splitlines()]
+    used = [float(row[1]) for row in rows if "23:49:18" <= row[0].split()[1] <= "23:50:46"]
+    held = (max(used) - min(mib for mib in used if mib > 100_000)) / 1024
+    assert free is not None
+    told = f"left {float(free[1]):.1f} GiB (H, `moe-memory`): vLLM started, answered, and held {held:.1f} GiB"
+    assert told in " ".join(PAGE.split())
+    assert read_json(EIGHTH, "moe-memory/answer.json")["answer"]
+
+
+def test_tuning_of_vllm_for_ten_minutes() -> None:
+    tuned = read_json(EIGHTH, "tune/tune.json")
+    speeds = {side["name"]: sorted(round(one["output_tok_s"]) for one in side["taken"]) for side in tuned["sides"]}
+    plan, defaults = speeds["plan"], speeds["own defaults"]
+    told = f"plan {plan[0]:,} to {plan[-1]:,} tok/s, defaults {defaults[0]:,} to {defaults[-1]:,}"
+    took = round(read_json(EIGHTH, "state.json")["tune"]["seconds"])
+    words = " ".join(PAGE.split())
+    assert told in words and f"It ended after {took // 60} min {took % 60} s without a candidate" in words
+    assert not tuned["steps"] and len(tuned["trials"]) == 2
+
+
 def test_tuning_of_vllm_proved_neither_side_faster() -> None:
     tuned = read_json(SECOND, "tune/tune.json")
     sides = {side["name"]: [round(one["output_tok_s"]) for one in side["taken"]] for side in tuned["sides"]}
@@ -441,6 +493,28 @@ def test_plan_is_not_slower_than_the_engines_defaults() -> None:
         told = read_numbers(find_row("defaults against the plan")[place])
         assert told == [round(abs(gain - 1) * 100, 1), round(abs(low - 1) * 100), round(abs(high - 1) * 100)]
         assert read_numbers(find_row("TTFT, ratio")[place]) == [round(verdict["ttft_ms"][n], 2) for n in (1, 0, 2)]
+
+
+def test_plan_of_sglang_is_not_proven_slower_than_its_defaults() -> None:
+    verdicts = {one["load"]: one for one in read_json(EIGHTH, "sglang-defaults/verdicts.json")}
+    durations = []
+    for place, load in enumerate(("1:512/128", "64:512/128")):
+        verdict = verdicts[load]
+        low, gain, high = verdict["output_tok_s"]
+        assert verdict["answer"] == "not proven" == find_row("SGLang, verdict of `compare`")[place]
+        told = read_numbers(find_row("SGLang's defaults against the plan")[place])
+        assert told == [round((gain - 1) * 100, 1), round(abs(low - 1) * 100), round((high - 1) * 100)]
+        for row, metric in (("SGLang, TTFT, ratio", "ttft_ms"), ("SGLang, TPOT, ratio", "tpot_ms")):
+            ratios = [round(verdict[metric][one], 2) for one in (1, 0, 2)]
+            assert read_numbers(find_row(row)[place]) == pytest.approx(ratios)
+        for row, side in (("SGLang's plan, tok/s", "sglang"), ("SGLang's defaults, tok/s", "sglang-defaults")):
+            cell = from_json(Run, read_files(EIGHTH)[f"sglang-defaults/{side}.json"].encode()).cells[place]
+            speeds = [(one.delivered_tokens or 0.0) / one.seconds for one in cell.repeats]
+            assert read_numbers(find_row(row)[place]) == [round(min(speeds)), round(max(speeds))]
+            durations.append(statistics.median(one.duration_ms for repeat in cell.repeats for one in repeat.samples))
+    alone, same, plan, defaults = map(round, durations)
+    assert alone == same
+    assert f"{alone} ms alone, {plan:,} and {defaults:,} ms with 64 (medians)" in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize(

@@ -795,8 +795,8 @@ STEPS = (
 )  # fmt: skip
 
 
-NEXT = ("models", "moe-memory", "pytorch-serve", "sglang-defaults", "tune", "pytorch-64")
-"""What docs/gpu.md lacks. SGLang may arrive during the first three."""
+NEXT = ("models", "tune", "agent")
+"""What docs/gpu.md lacks. SGLang may arrive during the first two."""
 
 
 # the whole

@@ -56,6 +56,7 @@ SHOWN = {
     ("h200-2026-11-18-e", "offload"): "E: llama.cpp, layers on the host",
     ("h200-2026-11-18-f", "pytorch-8b"): "F: PyTorch, 8 B, BF16",
     ("h200-2026-11-18-g", "pytorch-8b"): "G: PyTorch, 8 B, BF16",
+    ("h200-2026-11-19-h", "pytorch-64"): "H: PyTorch, 8 B, BF16",
 }
 """The cells that docs/gpu.md lists, by archive and name, and what it calls them."""
 

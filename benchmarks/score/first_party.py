@@ -30,7 +30,7 @@ COLUMNS = (
     "metric", "value", "scenario", "notes",
 )  # fmt: skip
 LEFT_OUT = ("slots-8", "num-gpu-blocks-override", "speculative-config", "offload/", "dense-32b/", "agent/",
-            "moe-llama.cpp/")  # fmt: skip
+            "moe-llama.cpp/", "sglang-defaults/")  # fmt: skip
 """Parts of the names of runs that are left out. docs/estimates.md says why."""
 LEAST_PROMPT_MS = 100.0
 """Prompts that take less are no rows of the prefill speed: accepting a request takes a few milliseconds, too."""
