@@ -38,9 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--by-layer", action="store_true", help="keep one layer in memory at a time")
     parser.add_argument("--seconds", type=float, help="time limit; prefixes without time are left out")
     parser.add_argument("--clear-gap", type=float, default=0.0, help="logit gap from which an answer is clear")
-    parser.add_argument(
-        "--least", type=int, default=0, help="end early if there will be fewer clear answers"
-    )
+    parser.add_argument("--least", type=int, default=0, help="end early if there will be fewer clear answers")
     parser.add_argument("--out", default="-", help="file for the result; -: stdout")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds if options.seconds else None
