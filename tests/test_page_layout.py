@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -88,13 +91,23 @@ def test_the_launch_command_of_a_plan_can_be_pasted(engine: str) -> None:
     assert words == [*(f"{name}={value}" for name, value in launch["env"].items()), *launch["argv"]]
 
 
-def test_no_word_of_a_launch_command_is_cut_off() -> None:
-    """The chat template of the built-in model is longer than any terminal is wide."""
+def test_chat_template_in_a_launch_command_is_printed_by_another_command() -> None:
+    """The chat template of the built-in model is longer than all other options together."""
     shown = invoke("plan").out.partition(" Launch\n")[2]
     template = json.loads(invoke("plan", "--json").out)["launch"]["argv"][-1]
-    assert len(template) > 1_000
+    assert len(template) > 1_000 > len(shown)
     bash = ["bash", "-c", f"printf '%s\\n' {shown.partition('--chat-template ')[2]}"]
-    assert subprocess.run(bash, capture_output=True, text=True, check=True).stdout == f"{template}\n"
+    programs = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert subprocess.run(bash, env=programs, capture_output=True, text=True, check=True).stdout == f"{template}\n"
+
+
+def test_chat_template_of_a_model(builtin_gguf: Path) -> None:
+    shown = invoke("inspect", str(builtin_gguf), "--chat-template").out
+    model = json.loads(invoke("inspect", str(builtin_gguf), "--json").out)
+    assert shown.startswith("{% if tools %}") and model["chat_template"] in shown
+    assert "cannot be combined" in invoke("inspect", "--chat-template", "--json").err
+    answer = invoke("inspect", "Llama 3.1 8B FP8", "--chat-template")
+    assert answer.code == 1 and "no chat template is known" in answer.err and not answer.out
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,8 @@ def _show_decision(
     else:
         from bedplate.show.decision import render_decision
 
-        _print_page(render_decision(machine, facts, intent.workload, decision, engine))
+        named = None if isinstance(intent.model, dict) else (intent.model,) if intent.model is not None else ()
+        _print_page(render_decision(machine, facts, intent.workload, decision, engine, named))
     sys.exit(0 if decision.engine is not None else 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -60,9 +61,14 @@ def render_serving(
 
 
 def render_decision(
-    hardware: Hardware, model: Model, workload: Workload, decision: Decision, asked: str | None = None
+    hardware: Hardware,
+    model: Model,
+    workload: Workload,
+    decision: Decision,
+    asked: str | None = None,
+    named: Sequence[str] | None = None,
 ) -> RenderableType:
-    """The page of `plan`."""
+    """The page of `plan`. `asked` is the requested engine. `named`: how the user named the model, if so."""
     workload = with_model_task(model, workload)
     head = Text(f" {write_headline(decision, model, asked)}", style="bold green" if decision.fits else "bold red")
     table = SourcedTable()
@@ -100,20 +106,43 @@ def render_decision(
     if decision.reasons:
         parts.append(Text(f"\n The source of each rule: {RULES_PAGE}", style="dim"))
     if decision.launch is not None:
+        launch, template = decision.launch, _name_chat_template(model, named)
+        alone = _render_command(" Launch", launch.env, launch.argv, template)
         parts += [
             Text(""),
             *_render_preparations(decision),
-            *(_render_node_launches(decision) or _render_command(" Launch", decision.launch.env, decision.launch.argv)),
+            *(_render_node_launches(decision, template) or alone),
         ]
     return Group(*parts)
 
 
-def _render_command(title: str, env: Mapping[str, str], argv: Sequence[str]) -> list[RenderableType]:
+class NamedTemplate(NamedTuple):
+    """A chat template, and the command that prints it: the text is longer than all other options together."""
+
+    text: str
+    command: str
+
+
+def _name_chat_template(model: Model, named: Sequence[str] | None) -> NamedTemplate | None:
+    from bedplate.engines.shipped.openai_server.tools import with_tools
+
+    text = with_tools(model.chat_template)
+    if text is None or named is None:
+        return None
+    return NamedTemplate(text, f'"$({join_shell(["bedplate", "inspect", *named, "--chat-template"])})"')
+
+
+def _render_command(
+    title: str, env: Mapping[str, str], argv: Sequence[str], template: NamedTemplate | None
+) -> list[RenderableType]:
+    text = write_command(env, argv)
+    if template is not None:
+        text = text.replace(quote_shell(template.text), template.command)
     # Not wrapped, so that it can be pasted into a shell.
-    return [Text(title, style="bold"), Text(write_command(env, argv), no_wrap=True, overflow="ignore")]
+    return [Text(title, style="bold"), Text(text, no_wrap=True, overflow="ignore")]
 
 
-def _render_node_launches(decision: Decision) -> list[RenderableType]:
+def _render_node_launches(decision: Decision, template: NamedTemplate | None) -> list[RenderableType]:
     """The commands of nodes and replicas; of those that differ only in values, one command and the other values."""
     launches = decision.node_launches
     lines: list[RenderableType] = []
@@ -123,7 +152,7 @@ def _render_node_launches(decision: Decision) -> list[RenderableType]:
         if alike is None:
             shown.append(one)
             within = f", in a Slurm allocation of {one.starts} nodes" if one.starts > 1 else ""
-            lines += _render_command(f" Launch on {_name_place(one, launches)}{within}", one.env, one.argv)
+            lines += _render_command(f" Launch on {_name_place(one, launches)}{within}", one.env, one.argv, template)
         else:
             words = list_changed_words(alike, one)
             but = f", with {join_shell(words)}" if words else ""
