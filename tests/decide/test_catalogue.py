@@ -273,6 +273,13 @@ def test_slow_models_are_ranked_by_speed_before_size() -> None:
     assert [one.name for one in rank_entries([huge, usable])] == ["usable", "huge"]
 
 
+def test_models_that_a_desktop_could_hardly_run_are_not_first_where_no_speed_is_predicted() -> None:
+    dense = make_entry("dense", parameters=31 * 10**9, pace="not predicted")
+    experts = make_entry("experts", parameters=30 * 10**9, active_parameters=3 * 10**9, pace="not predicted")
+    small = make_entry("small", parameters=4 * 10**9, pace="not predicted")
+    assert [one.name for one in rank_entries([dense, small, experts])] == ["experts", "small", "dense"]
+
+
 def test_newer_version_is_ranked_first() -> None:
     names = ["Qwen/Qwen3.5-27B", "x/Super-49B-v1", "Qwen/Qwen3.6-27B", "x/Super-49B-v1_5"]
     listed = [one.name for one in rank_entries(make_entry(name) for name in names)]

@@ -51,6 +51,8 @@ YEARLY_GAIN = 2.0
 
 Published estimates of how quickly small models catch up are higher ("Densing law of LLMs", Xiao et al. 2025).
 """
+UNKNOWN_BYTES_S, UNKNOWN_BITS = 40e9, 4.5
+"""Ranks models where no speed can be predicted: the memory bandwidth of a usual desktop, and common weights."""
 Pace = Literal["comfortable", "not predicted", "slow", "some wait"]
 PACES: tuple[Pace, ...] = ("comfortable", "not predicted", "slow", "some wait")
 """In the order in which they are listed. Comfortable: twice the reading speed, or the requested speed."""
@@ -216,6 +218,9 @@ def _rank(entry: CatalogueEntry) -> tuple[int, float, str, list[int], str]:
     if entry.pace == "slow" and entry.tok_s is not None:
         # Among slow models, speed matters more than size: half the speed counts as a quarter.
         worth *= (entry.tok_s.value / READING_TOK_S) ** 2
+    elif entry.pace == "not predicted":
+        tok_s = UNKNOWN_BYTES_S / ((entry.active_parameters or entry.parameters) * UNKNOWN_BITS / 8)
+        worth *= min(1.0, tok_s / READING_TOK_S) ** 2
     # Newer versions of a family come first: 1.5 before 1, and 3.6 before 3.5.
     plain = entry.name.rpartition("/")[2].lower()
     versions = [*(-int(number) for number in re.findall(r"\d+", plain)), 0]
