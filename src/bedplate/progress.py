@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether bars and tables can be drawn in place; otherwise progress is written as lines."""
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 class StepFailure(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from bedplate.engines.shipped.reference import (
     ClearAnswers,
+    ForwardJob,
     LoadedModels,
     group_prompts,
     perturb_rope,
@@ -137,19 +139,24 @@ class TestReferenceProgram:
         [
             (15, 0, 1e6, False),  # too early to tell
             (16, 0, 140.0, True),  # random weights: 86 prompts fit into the time, with at most two clear answers in 16
-            (16, 0, None, False),  # without a limit, two in 16 would be 70
-            (24, 0, None, True),
+            (16, 0, math.inf, False),  # without a limit, two in 16 would be 70
+            (24, 0, math.inf, True),
             (16, 10, 140.0, False),
             (16, 10, 40.0, True),  # only 35 prompts fit into the time
             (300, 10, 1e6, True),
         ],
     )
     def test_ends_early_if_too_few_clear_answers_can_be_expected(
-        self, seen: int, clear: int, left_s: float | None, too_few: bool
+        self, seen: int, clear: int, left_s: float, too_few: bool
     ) -> None:
         answers = ClearAnswers(0.5, 48, 560)
-        answers.seen, answers.clear = seen, clear
-        assert answers.are_too_few(seen * 2.0, left_s) is too_few
+        answers.seen, answers.clear, answers.spent_s = seen, clear, seen * 2.0
+        assert answers.are_too_few(left_s) is too_few
+
+    def test_time_of_the_text_says_nothing_about_the_prompts(self) -> None:
+        answers = ClearAnswers(0.5, 48, 560)
+        answers.add(ForwardJob(0, [[1] * 1000], last_only=False), 60.0)
+        assert (answers.spent_s, answers.seen) == (0.0, 0)
 
     def test_answers_that_are_too_few_end_the_forward_passes(self) -> None:
         class Job:
@@ -161,10 +168,10 @@ class TestReferenceProgram:
         class Answers:
             seen = 0
 
-            def add(self, job: object) -> None:
+            def add(self, job: object, took_s: float) -> None:
                 self.seen += 1
 
-            def are_too_few(self, spent_s: float, left_s: float | None) -> bool:
+            def are_too_few(self, left_s: float) -> bool:
                 return self.seen == 2
 
         models = LoadedModels.__new__(LoadedModels)

@@ -35,9 +35,13 @@ def inspect(
     """
     from bedplate.run.models import find_inspected_model
 
+    if chat_template and json:
+        from bedplate.errors import UsageError
+
+        raise UsageError("--chat-template and --json cannot be combined", hint="--json has chat_template as it is")
     facts = find_inspected_model(model)
     if chat_template:
-        _print_chat_template(facts, json=json)
+        _print_chat_template(facts)
         return
     if json:
         from bedplate.values import to_json
@@ -51,12 +55,10 @@ def inspect(
     make_console().print(render_model(facts, probe()))
 
 
-def _print_chat_template(facts: Model, *, json: bool) -> None:
+def _print_chat_template(facts: Model) -> None:
     from bedplate.engines.shipped.openai_server.tools import with_tools
-    from bedplate.errors import NotPossible, UsageError
+    from bedplate.errors import NotPossible
 
-    if json:
-        raise UsageError("--chat-template and --json cannot be combined", hint="--json has chat_template as it is")
     if facts.chat_template is None:
         why = "it is too long to be read" if facts.has_chat_template else "it completes text only"
         raise NotPossible(

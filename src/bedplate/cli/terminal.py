@@ -18,6 +18,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from bedplate.errors import BedplateError
+from bedplate.progress import can_redraw
 from bedplate.values.quoting import escape_controls
 from bedplate.values.units import format_seconds
 
@@ -125,7 +126,7 @@ class TerminalProgress:
     @contextmanager
     def step(self, label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
         began = time.monotonic()
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if can_redraw(self._console):
             with self._show_bar(label, total) as update:
                 yield update
         else:

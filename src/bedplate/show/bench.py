@@ -14,6 +14,7 @@ from bedplate.measure.bench import BenchListener
 from bedplate.measure.knee import MET, Knee, compute_met_share, find_knee
 from bedplate.measure.session_summary import summarize_sessions
 from bedplate.measure.summary import compute_spent, is_valid, summarize_cell
+from bedplate.progress import can_redraw
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.figures import TBD, format_figure_or_missing, format_slowest
 from bedplate.show.structured import write_lines as write_structured_lines
@@ -445,5 +446,4 @@ def _describe_spread_so_far(cell: Cell) -> str:
 
 def choose_view(console: Console, judge: Judge = lambda run: {}, notes: Console | None = None) -> BenchView:
     """`judge` finds the bottleneck of each cell, by cell id; `notes` is the console for notes. Default: `console`."""
-    can_redraw = console.is_terminal and not console.is_dumb_terminal
-    return TableView(console, judge) if can_redraw else LineView(console, judge, notes)
+    return TableView(console, judge) if can_redraw(console) else LineView(console, judge, notes)

@@ -107,12 +107,10 @@ def render_decision(
         parts.append(Text(f"\n The source of each rule: {RULES_PAGE}", style="dim"))
     if decision.launch is not None:
         launch, template = decision.launch, _name_chat_template(model, named)
-        alone = _render_command(" Launch", launch.env, launch.argv, template)
-        parts += [
-            Text(""),
-            *_render_preparations(decision),
-            *(_render_node_launches(decision, template) or alone),
-        ]
+        parts += [Text(""), *_render_preparations(decision)]
+        parts += _render_node_launches(decision, template) or _render_command(
+            " Launch", launch.env, launch.argv, template
+        )
     return Group(*parts)
 
 
@@ -124,10 +122,12 @@ class NamedTemplate(NamedTuple):
 
 
 def _name_chat_template(model: Model, named: Sequence[str] | None) -> NamedTemplate | None:
+    if model.chat_template is None or named is None:
+        return None
     from bedplate.engines.shipped.openai_server.tools import with_tools
 
     text = with_tools(model.chat_template)
-    if text is None or named is None:
+    if text is None:
         return None
     return NamedTemplate(text, f'"$({join_shell(["bedplate", "inspect", *named, "--chat-template"])})"')
 

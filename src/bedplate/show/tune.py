@@ -13,6 +13,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from bedplate.progress import can_redraw
 from bedplate.show.columns import Column, SplitTable
 from bedplate.show.figures import NOT_MEASURED, format_figure_or_missing
 from bedplate.show.page import make_fact_table
@@ -49,7 +50,7 @@ class TuneView(TuningListener):
         self._own: float | None = None
 
     def __enter__(self) -> TuneView:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if can_redraw(self._console):
             self._status = self._console.status("", refresh_per_second=2)
             self._status.start()
         return self

@@ -12,6 +12,7 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 import re
 import sys
 import threading
@@ -67,8 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
         for batch in batches
         for version in range(len(configs))
     ]
-    models: Any = LayeredModels(options.model, configs) if options.by_layer else LoadedModels(options.model, configs)
-    models.run(jobs, until, ClearAnswers(options.clear_gap, options.least, sum(map(len, batches))))
+    if options.by_layer:
+        # All answers come with the last layer, so none of them tells anything early.
+        LayeredModels(options.model, configs).run(jobs, until)
+    else:
+        answers_seen = ClearAnswers(options.clear_gap, options.least, sum(map(len, batches)))
+        LoadedModels(options.model, configs).run(jobs, until, answers_seen)
     found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     if text:
         first, *jobs = jobs
@@ -163,17 +168,22 @@ class ClearAnswers:
     def __init__(self, clear_gap: float, least: int, prompts: int) -> None:
         self.clear_gap, self.least, self.prompts = clear_gap, least, prompts
         self.seen = self.clear = 0
+        self.spent_s = 0.0
+        """On prompts; the text, which is longer, comes before them."""
 
-    def add(self, job: ForwardJob) -> None:
-        if job.last_only and job.version == 0:
+    def add(self, job: ForwardJob, took_s: float) -> None:
+        if not job.last_only:
+            return
+        self.spent_s += took_s
+        if job.version == 0:
             best = job.logits[:, -1].topk(2).values
             self.seen += len(job.prompts)
             self.clear += int((best[:, 0] - best[:, 1] >= self.clear_gap).sum())
 
-    def are_too_few(self, spent_s: float, left_s: float | None) -> bool:
+    def are_too_few(self, left_s: float) -> bool:
         if self.seen < FEW_PROMPTS:
             return False
-        possible = self.prompts if left_s is None else min(self.prompts, self.seen * (1 + left_s / max(spent_s, 1e-6)))
+        possible = min(self.prompts, self.seen * (1 + left_s / max(self.spent_s, 1e-6)))
         return (self.clear + LUCK) / self.seen * possible < self.least
 
 
@@ -196,14 +206,13 @@ class LoadedModels:
             self.models.append(other)
 
     def run(self, jobs: list[ForwardJob], until: float | None, answers: ClearAnswers) -> None:
-        began = time.monotonic()
         for number, job in enumerate(jobs):
-            now = time.monotonic()
-            left_s = None if until is None else until - now
-            if (left_s is not None and left_s < 0) or answers.are_too_few(now - began, left_s):
+            began = time.monotonic()
+            left_s = math.inf if until is None else until - began
+            if left_s < 0 or answers.are_too_few(left_s):
                 return
             job.forward(self.models[job.version])
-            answers.add(job)
+            answers.add(job, time.monotonic() - began)
             report_progress(number + 1, len(jobs))
 
 
@@ -265,8 +274,7 @@ class LayeredModels:
             for model in self.models:
                 set_module_tensor_to_device(model, name, "meta")
 
-    def run(self, jobs: list[ForwardJob], until: float | None, answers: ClearAnswers) -> None:
-        """All answers come with the last layer, so none of them can tell anything early."""
+    def run(self, jobs: list[ForwardJob], until: float | None) -> None:
         name, layers = self.layers[0]
         for _, each in self.layers:
             for layer in each:
